@@ -7,12 +7,12 @@ in CI, one that skips.txt does not list fails the run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import pytest
 import skip_policy
 
-_SKIPPED = pytest.StashKey[list[str]]()
+_SKIPPED: pytest.StashKey[list[str]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(
     collector: pytest.Collector,
-) -> Iterator[None]:
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     report = yield
     if report.skipped:
         collector.config.stash[_SKIPPED].append(report.nodeid)
@@ -44,7 +44,9 @@ def pytest_make_collect_report(
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     # An expected failure is reported as skipped too; it did run.
     if report.skipped and not hasattr(report, "wasxfail"):
@@ -53,7 +55,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def _surprises(config: pytest.Config) -> list[str]:
-    return skip_policy.unlisted(config.stash[_SKIPPED], skip_policy.read_allowed())
+    skipped: list[str] = config.stash[_SKIPPED]
+    return skip_policy.unlisted(skipped, skip_policy.read_allowed())
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

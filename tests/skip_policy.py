@@ -37,7 +37,8 @@ def read_allowed(path: Path = SKIPS_FILE) -> dict[str, str]:
 def unlisted(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     """Returns the names that no pattern covers; ``*`` stands for any characters."""
     regexes = [
-        re.compile(".*".join(re.escape(part) for part in pattern.split("*"))) for pattern in patterns
+        re.compile(".*".join(re.escape(part) for part in pattern.split("*")))
+        for pattern in patterns
     ]
     return [name for name in names if not any(regex.fullmatch(name) for regex in regexes)]
 
