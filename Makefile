@@ -35,6 +35,9 @@ BUILD_FILES := pyproject.toml CMakeLists.txt $(shell find cmake core glue -type 
 	\( -name '*.cc' -o -name '*.h' -o -name '*.in' -o -name '*.cmake' -o -name CMakeLists.txt \) \
 	! -name '*_test.cc')
 
+# Warnings are errors in CI; elsewhere a newer compiler must not stop an installation.
+PIP_SETTINGS := $(if $(CI),--config-settings=cmake.define.PATRICKSTAR_WERROR=ON)
+
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
@@ -51,7 +54,7 @@ $(REQUIREMENTS): $(CREATED) requirements-torch.txt requirements-dev.txt
 	touch $@
 
 $(PACKAGE): $(REQUIREMENTS) $(BUILD_FILES)
-	$(BIN)/python -m pip install -q --no-build-isolation -e .
+	$(BIN)/python -m pip install -q --no-build-isolation -e . $(PIP_SETTINGS)
 	touch $@
 
 demo: setup

@@ -24,7 +24,8 @@ set(THREADS_PREFER_PTHREAD_FLAG ON)
 find_package(Threads REQUIRED)
 
 add_library(patrickstar_options INTERFACE)
-target_compile_options(patrickstar_options INTERFACE -Wall -Wextra -Wconversion -Werror)
+target_compile_options(patrickstar_options INTERFACE
+  -Wall -Wextra -Wconversion $<$<BOOL:${PATRICKSTAR_WERROR}>:-Werror>)
 target_link_libraries(patrickstar_options INTERFACE Threads::Threads)
 
 if(PATRICKSTAR_SANITIZE)
