@@ -4,7 +4,8 @@
 #   the core, named patrickstar_<folder>, from the sources in it. DEPENDS names
 #   the folders whose code it may use, so linking checks the order of the layers.
 #   A folder of headers, or one still empty, becomes an INTERFACE library.
-# patrickstar_benchmarks(<path>): one executable per bench_*.cc.
+# patrickstar_benchmarks(<path>): one executable per bench_*.cc; the other sources
+#   there are shared by all of them.
 
 set(PATRICKSTAR_CORE_ROOT "${PROJECT_SOURCE_DIR}/core")
 
@@ -48,10 +49,13 @@ function(patrickstar_test folder source)
 endfunction()
 
 function(patrickstar_benchmarks path)
-  file(GLOB sources CONFIGURE_DEPENDS "${path}/bench_*.cc")
+  file(GLOB sources CONFIGURE_DEPENDS "${path}/*.cc")
+  set(shared ${sources})
+  list(FILTER sources INCLUDE REGEX "/bench_[^/]*\\.cc$")
+  list(FILTER shared EXCLUDE REGEX "/bench_[^/]*\\.cc$")
   foreach(source IN LISTS sources)
     get_filename_component(name "${source}" NAME_WE)
-    add_executable(${name} "${source}")
+    add_executable(${name} "${source}" ${shared})
     target_link_libraries(${name} PRIVATE ${PATRICKSTAR_CORE_LIBRARIES} patrickstar_options
                                           benchmark::benchmark)
   endforeach()
