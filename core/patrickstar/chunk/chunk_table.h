@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// ChunkTable: the facts about every chunk, one record each, and the only place where
+// a payload changes state. Residency is known here and nowhere else.
+//
+// Not thread-safe: every call needs the store's mutex.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <exception>
+
+#include "patrickstar/base/types.h"
+#include "patrickstar/chunk/payload.h"
+#include "patrickstar/io/spill_file.h"
+
+namespace patrickstar {
+
+// What a chunk holds while its payload is None.
+enum class Content : uint8_t {
+  kUndefined,  // nothing was written yet, or what was written is dead
+  kZero,       // every byte is zero: needs no bytes anywhere
+  kOnDisk,     // the disk slot has the bytes
+};
+
+struct ChunkRecord {
+  Kind kind = Kind::kParam;
+  int64_t num_bytes = 0;      // of the chunk
+  int64_t payload_bytes = 0;  // of its payload: num_bytes in whole pages
+
+  PayloadState state = PayloadState::kNone;
+  Payload payload;
+  Content content = Content::kUndefined;
+  bool is_dirty = false;  // the payload has bytes that `content` does not
+  SpillSlot slot;         // place on the disk tier, kept while the chunk lives
+
+  uint32_t num_op_leases = 0;
+  uint32_t num_held_leases = 0;
+  uint32_t num_claims = 0;  // acquirers that have their room and wait for I/O
+  uint64_t last_use = 0;    // tick of the latest lease
+
+  bool is_wanted = false;     // a caller waits for the end of a save: keep the bytes
+  bool is_dead = false;       // discarded during a transfer: goes when its I/O returns
+  bool is_destroyed = false;  // the chunk is gone; its id is never reused
+  std::exception_ptr failure;  // of a load, in state kFailed
+  uint64_t save_failure = 0;   // serial number of its latest failed write-back; 0 is none
+
+  bool is_resident() const {
+    return state == PayloadState::kReady || state == PayloadState::kAttached;
+  }
+  bool is_leased() const { return num_op_leases != 0 || num_held_leases != 0; }
+  bool is_evictable() const { return is_resident() && !is_leased() && num_claims == 0; }
+};
+
+class ChunkTable {
+ public:
+  ChunkId Add(Kind kind, int64_t num_bytes);
+
+  ChunkRecord& operator[](ChunkId chunk) { return records_[chunk]; }
+  const ChunkRecord& operator[](ChunkId chunk) const { return records_[chunk]; }
+  ChunkId size() const { return static_cast<ChunkId>(records_.size()); }
+
+  // REQUIRES: the transition is legal.
+  void Apply(ChunkId chunk, PayloadEvent event);
+
+ private:
+  std::deque<ChunkRecord> records_;
+};
+
+}  // namespace patrickstar

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "patrickstar/plan/eviction_policy.h"
+
+#include <algorithm>
+#include <tuple>
+
+namespace patrickstar {
+
+std::vector<ChunkId> ChooseLeastRecentlyUsed(std::span<const EvictionCandidate> candidates,
+                                             int64_t num_bytes) {
+  std::vector<EvictionCandidate> order(candidates.begin(), candidates.end());
+  std::sort(order.begin(), order.end(),
+            [](const EvictionCandidate& left, const EvictionCandidate& right) {
+              return std::tie(left.last_use, left.is_dirty, left.chunk) <
+                     std::tie(right.last_use, right.is_dirty, right.chunk);
+            });
+  std::vector<ChunkId> victims;
+  int64_t freed_bytes = 0;
+  for (const EvictionCandidate& candidate : order) {
+    if (freed_bytes >= num_bytes) break;
+    victims.push_back(candidate.chunk);
+    freed_bytes += candidate.num_bytes;
+  }
+  return victims;
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "glue/gradients.h"
+
+#include "glue/adoption.h"
+#include "glue/managed_storage.h"
+
+namespace patrickstar {
+
+void TakeGradient(Engine* engine, const at::Tensor& parameter) {
+  ManagedStorage* const storage = ManagedStorageOf(parameter);
+  if (storage == nullptr || !FillsItsSlot(parameter)) return;
+  const at::Tensor gradient = parameter.grad();
+  if (!gradient.defined() || gradient.requires_grad() || !IsPlainDense(gradient) ||
+      gradient.numel() != parameter.numel()) {
+    return;
+  }
+  MoveIntoGroup(engine, gradient, *storage->slot(), Kind::kGrad,
+                engine->registry().NameOf(storage) + ".grad",
+                [&](const at::Tensor& managed) { parameter.mutable_grad() = managed; });
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "glue/managed_storage.h"
+
+#include <ATen/ops/from_blob.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/TensorImpl.h>
+
+#include <utility>
+
+namespace patrickstar {
+namespace {
+
+// Marks managed storages. It allocates nothing: they are not resizable.
+class ManagedAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t) override {
+    TORCH_CHECK(false, "a managed tensor cannot change its size; clone it first");
+  }
+  void copy_data(void*, const void*, std::size_t) const override {
+    TORCH_CHECK(false, "a managed tensor cannot be copied by its allocator; clone it");
+  }
+};
+
+ManagedAllocator* Allocator() {
+  static ManagedAllocator allocator;
+  return &allocator;
+}
+
+void NoDelete(void*) {}
+
+c10::DataPtr Borrow(void* data, c10::Device device) {
+  return c10::DataPtr(data, data, &NoDelete, device);
+}
+
+std::atomic<Slot*> dead_slots{nullptr};
+
+void PushDeadSlot(Slot* slot) {
+  slot->next_dead = dead_slots.load(std::memory_order_relaxed);
+  while (!dead_slots.compare_exchange_weak(slot->next_dead, slot, std::memory_order_release,
+                                           std::memory_order_relaxed)) {
+  }
+}
+
+}  // namespace
+
+ManagedStorage::ManagedStorage(Slot* slot, c10::Device device)
+    : StorageImpl(use_byte_size_t(), slot->num_bytes, Borrow(nullptr, device), Allocator(),
+                  /*resizable=*/false),
+      slot_(slot) {}
+
+ManagedStorage::~ManagedStorage() {
+  if (slot_ != nullptr) PushDeadSlot(std::exchange(slot_, nullptr));
+}
+
+void ManagedStorage::release_resources() {
+  if (slot_ != nullptr) {
+    PushDeadSlot(std::exchange(slot_, nullptr));  // the pointer stays: the registry may write it
+  } else {
+    StorageImpl::release_resources();
+  }
+}
+
+void ManagedStorage::PointAt(void* data) {
+  clear_data_ptr_access_error_msg_();
+  set_data_ptr_noswap(Borrow(data, device()));
+}
+
+void ManagedStorage::PointAtNothing(const std::string& message) {
+  set_data_ptr_noswap(Borrow(nullptr, device()));
+  release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+}
+
+void ManagedStorage::MakePlain(c10::DataPtr data) {
+  slot_ = nullptr;
+  clear_data_ptr_access_error_msg_();
+  set_data_ptr_noswap(std::move(data));
+  set_allocator(c10::GetCPUAllocator());
+  set_resizable(true);
+}
+
+ManagedStorage* ManagedStorageOf(c10::StorageImpl* storage) {
+  if (storage == nullptr || storage->allocator() != Allocator()) return nullptr;
+  return static_cast<ManagedStorage*>(storage);
+}
+
+ManagedStorage* ManagedStorageOf(const c10::TensorImpl* tensor) {
+  if (!tensor->has_storage()) return nullptr;
+  return ManagedStorageOf(tensor->unsafe_storage().unsafeGetStorageImpl());
+}
+
+at::Tensor MakeManagedTensor(c10::Storage storage, caffe2::TypeMeta dtype, at::IntArrayRef sizes,
+                             at::IntArrayRef strides, int64_t storage_offset) {
+  // The constructor derives autograd and autocast keys from the highest backend bit, which
+  // has no autocast key: the CPU's is added by hand, so that an op whose arguments are all
+  // managed still autocasts.
+  const c10::DispatchKeySet keys = c10::DispatchKeySet(c10::DispatchKey::CPU) |
+                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse2) |
+                                   c10::DispatchKeySet(c10::DispatchKey::AutocastCPU);
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, dtype);
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, storage_offset);
+  return tensor;
+}
+
+at::Tensor MakeRawTensor(void* data, const at::Tensor& like) {
+  return at::from_blob(data, like.sizes(), like.strides(),
+                       at::TensorOptions().dtype(like.dtype()).device(c10::kCPU));
+}
+
+Slot* TakeDeadSlots() { return dead_slots.exchange(nullptr, std::memory_order_acquire); }
+
+bool has_dead_slots() { return dead_slots.load(std::memory_order_relaxed) != nullptr; }
+
+}  // namespace patrickstar

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// ManagedStorage: a StorageImpl over chunk memory. Each managed tensor has one of its
+// own: offset 0, exact size, not resizable. Slot: its place in a chunk.
+//
+// A managed storage is recognised by its allocator, which no fetch changes; its data
+// pointer may be read under a lease only. The registry holds a weak reference, so the
+// object outlives its last user and its pointer may be written until the slot is freed.
+// When the last user lets go, on any thread, the slot is pushed on a lock-free list and
+// nothing else happens.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/StorageImpl.h>
+
+#include <atomic>
+#include <string>
+
+#include "patrickstar/base/types.h"
+
+namespace patrickstar {
+
+class ManagedStorage;
+
+struct Slot {
+  ChunkId chunk = kNoChunk;
+  int64_t byte_offset = 0;
+  int64_t num_bytes = 0;
+  size_t group = 0;  // of the registry
+  size_t index = 0;  // of the extent in the group
+  std::string name;  // for messages; guarded by the registry
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  Slot* next_dead = nullptr;
+
+  Slot() : storage(c10::intrusive_ptr<c10::StorageImpl>()) {}
+};
+
+class ManagedStorage final : public c10::StorageImpl {
+ public:
+  ManagedStorage(Slot* slot, c10::Device device);
+  ~ManagedStorage() override;
+  ManagedStorage(const ManagedStorage&) = delete;
+  ManagedStorage& operator=(const ManagedStorage&) = delete;
+
+  // The last user let go while the registry still knows the storage.
+  void release_resources() override;
+
+  Slot* slot() const { return slot_; }
+
+  // Points the storage at `data`, or at nothing with `message` for who reads it raw.
+  // Called by the registry only.
+  void PointAt(void* data);
+  void PointAtNothing(const std::string& message);
+
+  // Turns the storage into an ordinary one that owns `data`. Called by the registry only.
+  void MakePlain(c10::DataPtr data);
+
+ private:
+  Slot* slot_;
+};
+
+// Null when the storage or tensor is not managed. Never touches the data pointer.
+ManagedStorage* ManagedStorageOf(c10::StorageImpl* storage);
+ManagedStorage* ManagedStorageOf(const c10::TensorImpl* tensor);
+inline ManagedStorage* ManagedStorageOf(const at::Tensor& tensor) {
+  return ManagedStorageOf(tensor.unsafeGetTensorImpl());
+}
+
+// True for tensors that the dispatcher sends to the guard.
+inline bool has_managed_key(const c10::TensorImpl* tensor) {
+  return tensor->key_set().has_backend(c10::BackendComponent::PrivateUse2Bit);
+}
+
+// A tensor over the storage that the dispatcher sends to the guard.
+at::Tensor MakeManagedTensor(c10::Storage storage, caffe2::TypeMeta dtype, at::IntArrayRef sizes,
+                             at::IntArrayRef strides, int64_t storage_offset);
+
+// A tensor over the storage, or over memory, that the guard does not see. For use under a lease.
+at::Tensor MakeRawTensor(void* data, const at::Tensor& like);
+
+// Slots whose storages died, newest first, linked by next_dead; the list is empty then.
+Slot* TakeDeadSlots();
+bool has_dead_slots();
+
+}  // namespace patrickstar

@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// patrickstar._C: one register function for each noun. Types and docstrings for users
+// are in Python; _C.pyi lists what is here.
+#include <malloc.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "glue/adoption.h"
+#include "glue/engine.h"
+#include "glue/errors.h"
+#include "glue/gradients.h"
+#include "glue/guard.h"
+#include "glue/optimizers.h"
+#include "glue/residency.h"
+#include "patrickstar/base/error.h"
+
+namespace py = pybind11;
+
+namespace patrickstar {
+namespace {
+
+// Building or loading a model, freed buffers go back to the system at once; training, they
+// are kept, because mapping them anew each step would cost up to a third of it.
+constexpr int kBuildingMmapThreshold = 128 << 10;
+constexpr int kTrainingMmapThreshold = 32 << 20;
+constexpr int kTrainingTrimThreshold = 256 << 20;
+
+Engine* Running() {
+  Engine* const engine = Engine::Get();
+  if (engine == nullptr) throw Error("management is off; call patrickstar.init() first");
+  return engine;
+}
+
+void TuneMalloc(bool is_building) {
+  mallopt(M_MMAP_THRESHOLD, is_building ? kBuildingMmapThreshold : kTrainingMmapThreshold);
+  mallopt(M_TRIM_THRESHOLD, is_building ? kBuildingMmapThreshold : kTrainingTrimThreshold);
+  if (is_building) malloc_trim(0);
+}
+
+py::dict StatsAsDict() {
+  const StoreStats stats = Running()->store().stats();
+  py::dict result;
+  result["host_budget_bytes"] = stats.budget_bytes;
+  result["host_resident_bytes"] = stats.resident_bytes;
+  result["host_peak_bytes"] = stats.peak_bytes;
+  result["managed_bytes"] = stats.managed_bytes;
+  result["disk_budget_bytes"] = Running()->options().disk_bytes;
+  result["disk_used_bytes"] = stats.disk_used_bytes;
+  result["fetched_bytes"] = stats.counters.fetched_bytes;
+  result["evicted_bytes"] = stats.counters.evicted_bytes;
+  result["spilled_bytes"] = stats.disk_written_bytes;
+  result["read_bytes"] = stats.disk_read_bytes;
+  result["num_chunks"] = stats.num_chunks;
+  result["num_fetches"] = stats.counters.num_fetches;
+  result["num_evictions"] = stats.counters.num_evictions;
+  result["num_leases"] = stats.num_held_leases;
+  result["num_op_leases"] = stats.counters.num_op_leases;
+  result["stall_seconds"] = stats.counters.stall_seconds;
+  result["mapped_bytes"] = stats.mapped_bytes;
+  result["mapped_peak_bytes"] = stats.peak_mapped_bytes;
+  return result;
+}
+
+void RegisterEngine(py::module_& module) {
+  module.def("set_error_classes", [](const py::object& owner) { SetErrorClasses(owner.ptr()); });
+  module.def("install_guard", &InstallGuard);
+  module.def("skip_read_leases", &SkipReadLeases);
+  module.def("tune_malloc", &TuneMalloc, py::arg("is_building"));
+  module.def(
+      "start",
+      [](int64_t host_bytes, int64_t chunk_bytes, const std::string& spill_dir, int64_t disk_bytes,
+         bool evict, bool poison, bool delay) {
+        Engine::Start({.host_bytes = host_bytes,
+                       .chunk_bytes = chunk_bytes,
+                       .spill_dir = spill_dir,
+                       .disk_bytes = disk_bytes,
+                       .stress = {.evict = evict, .poison = poison},
+                       .is_delay_stressed = delay});
+      },
+      py::kw_only(), py::arg("host_bytes"), py::arg("chunk_bytes"), py::arg("spill_dir"),
+      py::arg("disk_bytes"), py::arg("evict"), py::arg("poison"), py::arg("delay"));
+  module.def("stop", &Engine::Stop, py::call_guard<py::gil_scoped_release>());
+  module.def("stop_at_exit", &Engine::StopAtExit, py::call_guard<py::gil_scoped_release>());
+  module.def("is_running", [] { return Engine::Get() != nullptr; });
+  module.def("stats", &StatsAsDict);
+  module.def("reset_peaks", [] { Running()->store().reset_peaks(); });
+  module.def(
+      "free_dead_slots", [] { Running()->registry().FreeDeadSlots(); },
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "evict_all", [] { Running()->store().EvictAll(); }, py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "set_host_bytes", [](int64_t num_bytes) { Running()->store().set_host_bytes(num_bytes); },
+      py::call_guard<py::gil_scoped_release>());
+  module.def("throw_pending_failure", [] { Running()->store().ThrowPendingFailure(); });
+}
+
+void RegisterResidency(py::module_& module) {
+  py::class_<Hold>(module, "Hold")
+      .def(py::init([](std::vector<at::Tensor> tensors) {
+        return std::make_unique<Hold>(Running(), std::move(tensors));
+      }))
+      .def("release", &Hold::Release);
+  py::class_<Reservation>(module, "Reservation").def("release", &Reservation::Release);
+  module.def(
+      "reserve",
+      [](int64_t num_bytes) { return Running()->store().Reserve(num_bytes, "building a model"); },
+      py::call_guard<py::gil_scoped_release>());
+  module.def("is_held", [](const at::Tensor& tensor) { return IsHeld(Running(), tensor); });
+}
+
+void RegisterAdoption(py::module_& module) {
+  py::enum_<Adoption>(module, "Adoption")
+      .value("DONE", Adoption::kDone)
+      .value("ALREADY", Adoption::kAlready)
+      .value("ALIASED", Adoption::kAliased)
+      .value("OVERLAPPING", Adoption::kOverlapping)
+      .value("LEFT_ALONE", Adoption::kLeftAlone);
+  module.def("adopt",
+             [](const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names) {
+               return Adopt(Running(), tensors, names);
+             });
+  module.def("unmanage", [](const at::Tensor& tensor) {
+    if (Engine* const engine = Engine::Get()) Unmanage(engine, tensor);
+  });
+  module.def("is_managed", [](const at::Tensor& tensor) {
+    return tensor.defined() && ManagedStorageOf(tensor) != nullptr;
+  });
+  module.def("name_of", [](const at::Tensor& tensor) {
+    ManagedStorage* const storage = ManagedStorageOf(tensor);
+    return storage == nullptr ? std::string() : Running()->registry().NameOf(storage);
+  });
+  module.def("rename", [](const at::Tensor& tensor, const std::string& name) {
+    if (ManagedStorage* const storage = ManagedStorageOf(tensor)) {
+      Running()->registry().Rename(storage, name);
+    }
+  });
+}
+
+void RegisterOptimizers(py::module_& module) {
+  module.def("begin_native_step", &BeginNativeStep);
+  module.def("end_native_step", &EndNativeStep);
+  module.def("reset_native_step", &ResetNativeStep);
+  module.def("adopt_state", [](const at::Tensor& parameter, const at::Tensor& state) {
+    return AdoptState(Running(), parameter, state);
+  });
+}
+
+void RegisterGradients(py::module_& module) {
+  // Management may be off while a hook is still registered.
+  module.def("take_gradient", [](const at::Tensor& parameter) {
+    if (Engine* const engine = Engine::Get()) TakeGradient(engine, parameter);
+  });
+}
+
+}  // namespace
+}  // namespace patrickstar
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  patrickstar::RegisterErrorTranslator();
+  patrickstar::RegisterEngine(module);
+  patrickstar::RegisterResidency(module);
+  patrickstar::RegisterAdoption(module);
+  patrickstar::RegisterOptimizers(module);
+  patrickstar::RegisterGradients(module);
+}

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "glue/op_facts.h"
+
+#include <ATen/core/jit_type.h>
+
+#include <algorithm>
+#include <array>
+#include <string_view>
+
+namespace patrickstar {
+namespace {
+
+using namespace std::string_view_literals;
+
+// Allocations whose result depends on the argument's metadata alone.
+constexpr std::array kAllocations = {
+    "aten::empty_like"sv, "aten::zeros_like"sv, "aten::ones_like"sv,    "aten::full_like"sv,
+    "aten::rand_like"sv,  "aten::randn_like"sv, "aten::randint_like"sv, "aten::new_empty"sv,
+    "aten::new_zeros"sv,  "aten::new_ones"sv,   "aten::new_full"sv,     "aten::new_empty_strided"sv,
+};
+
+bool MayHoldTensors(const c10::TypePtr& type) {
+  switch (type->kind()) {
+    case c10::TypeKind::TensorType:
+    case c10::TypeKind::AnyType:
+      return true;
+    case c10::TypeKind::OptionalType:
+    case c10::TypeKind::ListType:
+      return MayHoldTensors(type->containedType(0));
+    default:
+      return false;
+  }
+}
+
+bool IsTensorList(const c10::TypePtr& type) {
+  return type->kind() == c10::TypeKind::ListType && MayHoldTensors(type);
+}
+
+bool IsPureView(const c10::FunctionSchema& schema) {
+  const auto is_written = [](const c10::Argument& argument) {
+    return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+  };
+  const auto is_alias = [](const c10::Argument& result) {
+    return result.alias_info() != nullptr && !result.alias_info()->isWrite();
+  };
+  return schema.name().starts_with("aten::") && !schema.returns().empty() &&
+         std::none_of(schema.arguments().begin(), schema.arguments().end(), is_written) &&
+         std::all_of(schema.returns().begin(), schema.returns().end(), is_alias);
+}
+
+LikeOp LikeOpOf(const std::string& name, const std::string& overload) {
+  if (!overload.empty()) return LikeOp::kNone;
+  if (name == "aten::empty_like") return LikeOp::kEmpty;
+  if (name == "aten::zeros_like") return LikeOp::kZeros;
+  if (name == "aten::ones_like") return LikeOp::kOnes;
+  if (name == "aten::full_like") return LikeOp::kFull;
+  if (name == "aten::clone") return LikeOp::kClone;
+  return LikeOp::kNone;
+}
+
+bool IsListOp(const c10::FunctionSchema& schema) {
+  const std::string& name = schema.name();
+  const bool is_known = name.starts_with("aten::_foreach_") || name.starts_with("aten::_fused_") ||
+                        name.starts_with("aten::_amp_foreach_");
+  const auto& arguments = schema.arguments();
+  return is_known && std::any_of(arguments.begin(), arguments.end(), [](const auto& argument) {
+           return IsTensorList(argument.type());
+         });
+}
+
+}  // namespace
+
+OpFacts::OpFacts(const c10::FunctionSchema& schema)
+    : name(schema.overload_name().empty() ? schema.name()
+                                          : schema.name() + "." + schema.overload_name()),
+      num_arguments(schema.arguments().size()),
+      num_returns(schema.returns().size()),
+      is_rebinding(schema.name() == "aten::set_"),
+      is_list_op(IsListOp(schema)),
+      like(LikeOpOf(schema.name(), schema.overload_name())) {
+  for (size_t index = 0; index < num_arguments; ++index) {
+    const c10::Argument& argument = schema.arguments()[index];
+    if (!MayHoldTensors(argument.type())) continue;
+    const bool is_written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    tensors.push_back({.index = index, .is_written = is_written});
+  }
+  for (size_t index = 0; index < num_returns; ++index) {
+    if (MayHoldTensors(schema.returns()[index].type())) tensor_returns.push_back(index);
+  }
+  const bool is_allocation =
+      std::find(kAllocations.begin(), kAllocations.end(), schema.name()) != kAllocations.end();
+  is_data_needed = !is_allocation && !IsPureView(schema);
+}
+
+}  // namespace patrickstar

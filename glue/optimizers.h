@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Optimizers: what the engine does for an optimizer that runs its own code. A native
+// optimizer allocates all its state before its first update, so while a step runs on
+// this thread, allocations like a managed tensor are answered with managed tensors: in
+// the chunk group of the tensor they are like, without bytes while known zero.
+#pragma once
+
+#include <ATen/core/stack.h>
+
+#include "glue/engine.h"
+#include "glue/op_facts.h"
+
+namespace patrickstar {
+
+// Brackets a native step on this thread. Nested steps count.
+void BeginNativeStep();
+void EndNativeStep();
+
+// Forgets steps that began and never ended on this thread, because one threw.
+void ResetNativeStep();
+
+// Inside a native step: replaces the op's arguments by a managed result and returns true.
+// False when the op is not one to answer; the stack is unchanged then.
+bool AnswerLike(LikeOp like, Engine* engine, torch::jit::Stack* stack);
+
+// Moves plain optimizer state of `parameter`'s size into the parameter's chunk group, in
+// place. False when it is left alone: managed already, another size, shared, not dense.
+bool AdoptState(Engine* engine, const at::Tensor& parameter, const at::Tensor& state);
+
+}  // namespace patrickstar

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adopter: finds parameters and puts them under management, in place.
+
+Note [Doors]: A parameter comes in by one of these, whichever is first: its registration in a
+module (which also covers construction and from_pretrained); the first call of its module; the
+first step of its optimizer; ``manage()``. While a model is built, a registered parameter waits
+until the next ones no longer fit beside it, because its values are usually not there yet; its
+bytes are reserved in the budget meanwhile.
+
+Note [Aliases]: A tensor detached from a parameter before adoption would silently stop following
+it. So a storage is adopted only when all its users are known parameters; else the parameter is
+tried again at each step boundary, and its owner is told once.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from patrickstar import _C
+from patrickstar.errors import OutOfMemory
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_pre_hook,
+    register_module_parameter_registration_hook,
+)
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+_logger = logging.getLogger("patrickstar")
+
+
+@dataclass
+class _Tracked:
+    """A parameter that is, or shall be, under management."""
+
+    parameter: weakref.ref[torch.Tensor]
+    name: str
+    gradient_hook: RemovableHandle | None = None
+    reservation: _C.Reservation | None = None
+    has_warned: bool = False
+
+    def release(self) -> None:
+        if self.reservation is not None:
+            self.reservation.release()
+            self.reservation = None
+
+
+class Adopter:
+    """Keeps the parameters of all models of this process under management.
+
+    Args:
+        pending_bytes: Registered parameters beyond these bytes are adopted at once.
+    """
+
+    def __init__(self, pending_bytes: int) -> None:
+        self._most_pending_bytes = pending_bytes
+        self._pending_bytes = 0
+        self._pending: dict[int, _Tracked] = {}  # by id of the parameter, as below
+        self._tracked: dict[int, _Tracked] = {}
+        self._left_out: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._seen_modules: dict[int, weakref.ref[nn.Module]] = {}
+        self._is_building = True
+        self._handles: list[RemovableHandle] = []
+
+    def open_doors(self) -> None:
+        """Registers the hooks."""
+        self._handles = [
+            register_module_parameter_registration_hook(self._on_registration),
+            register_module_forward_pre_hook(self._on_call),
+        ]
+
+    def close_doors(self) -> None:
+        """Removes every hook, also those of single parameters."""
+        for handle in self._handles:
+            handle.remove()
+        for tracked in [*self._tracked.values(), *self._pending.values()]:
+            tracked.release()
+            if tracked.gradient_hook is not None:
+                tracked.gradient_hook.remove()
+        self._handles = []
+        self._tracked.clear()
+        self._pending.clear()
+
+    def adopt_module(self, module: nn.Module) -> None:
+        """Adopts the parameters of a module and of everything in it, under their dotted names."""
+        for name, parameter in module.named_parameters():
+            if _C.is_managed(parameter):
+                _C.rename(parameter, name)
+            self._expect(parameter, name)
+        for part in module.modules():
+            self._mark_seen(part)
+        self.flush()
+
+    def adopt_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Adopts tensors that belong to no module."""
+        for tensor in tensors:
+            if not _C.is_managed(tensor):
+                self._expect(tensor, f"tensor of shape {tuple(tensor.shape)}")
+        self.flush()
+
+    def adopt_now(self, tensor: torch.Tensor, name: str) -> _C.Adoption:
+        """Adopts one tensor at its owner's wish, also one that was left out before."""
+        self._left_out.pop(id(tensor), None)
+        if not self._expect(tensor, name):
+            return _C.Adoption.ALREADY if _C.is_managed(tensor) else _C.Adoption.LEFT_ALONE
+        tracked = self._take_pending([id(tensor)])
+        return self._adopt(tracked)[0]
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Makes a tensor ordinary and never adopts it by itself again."""
+        key = id(tensor)
+        for tracked in (self._tracked.pop(key, None), *self._take_pending([key])):
+            if tracked is not None and tracked.gradient_hook is not None:
+                tracked.gradient_hook.remove()
+        self._left_out[key] = weakref.ref(tensor, lambda _: self._left_out.pop(key, None))
+        _C.unmanage(tensor)
+        if tensor.is_leaf and tensor.grad is not None:
+            _C.unmanage(tensor.grad)
+
+    def sweep(self) -> None:
+        """At a step boundary: adopts what was re-pointed or postponed, follows requires_grad."""
+        for key, tracked in list(self._tracked.items()):
+            parameter = tracked.parameter()
+            if parameter is None:
+                del self._tracked[key]
+            elif not _C.is_managed(parameter):
+                del self._tracked[key]
+                self._expect(parameter, tracked.name)
+            elif tracked.gradient_hook is None:
+                self._hook_gradient(parameter, tracked)
+        self.flush(is_boundary=True)
+
+    def flush(self, but: torch.Tensor | None = None, *, is_boundary: bool = False) -> None:
+        """Adopts every pending parameter except `but`."""
+        keys = [key for key in self._pending if but is None or key != id(but)]
+        if not keys:
+            return
+        postponed = []
+        taken = self._take_pending(keys)
+        try:
+            answers = self._adopt(taken)
+        except BaseException:
+            self._pending.update({id(t.parameter()): t for t in taken})
+            raise
+        for tracked, answer in zip(taken, answers, strict=True):
+            if answer is _C.Adoption.ALIASED:
+                postponed.append(tracked)
+        for tracked in postponed:
+            self._pending[id(tracked.parameter())] = tracked
+            if is_boundary and not tracked.has_warned:
+                tracked.has_warned = True
+                warnings.warn(
+                    f"parameter {tracked.name!r} is not managed yet: another tensor shares its "
+                    "memory (made by detach(), .data or a view); drop that tensor, or call "
+                    "patrickstar.manage() before it is made",
+                    stacklevel=2,
+                )
+
+    def _on_registration(self, module: nn.Module, name: str, parameter: object) -> None:
+        if not isinstance(parameter, torch.Tensor):
+            return
+        if not self._expect(parameter, f"{type(module).__name__}.{name}"):
+            return
+        tracked = self._pending[id(parameter)]
+        num_bytes = parameter.nbytes
+        if self._pending_bytes + num_bytes > self._most_pending_bytes:
+            self.flush(but=parameter)
+        try:
+            tracked.reservation = _C.reserve(num_bytes)
+        except OutOfMemory:
+            self.flush(but=parameter)
+            tracked.reservation = _C.reserve(num_bytes)
+        self._pending_bytes += num_bytes
+
+    def _on_call(self, module: nn.Module, args: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if id(module) in self._seen_modules:
+            return
+        self.adopt_module(module)
+        if self._is_building:
+            self._is_building = False
+            _C.tune_malloc(False)
+
+    def _expect(self, parameter: torch.Tensor, name: str) -> bool:
+        """Notes a parameter to be adopted; False when there is nothing to do."""
+        key = id(parameter)
+        if key in self._pending:
+            self._pending[key].name = name
+            return False
+        if key in self._tracked and self._tracked[key].parameter() is parameter:
+            self._tracked[key].name = name
+            return False
+        if key in self._left_out or not _is_adoptable(parameter):
+            return False
+        self._pending[key] = _Tracked(weakref.ref(parameter), name)
+        return True
+
+    def _take_pending(self, keys: Iterable[int]) -> list[_Tracked]:
+        """Takes parameters off the pending list, those that still live."""
+        taken = []
+        for key in keys:
+            tracked = self._pending.pop(key, None)
+            if tracked is None:
+                continue
+            if tracked.reservation is not None:
+                parameter = tracked.parameter()
+                self._pending_bytes -= 0 if parameter is None else parameter.nbytes
+                tracked.release()
+            if tracked.parameter() is not None:
+                taken.append(tracked)
+        if not self._pending:
+            self._pending_bytes = 0
+        return taken
+
+    def _adopt(self, tracked: list[_Tracked]) -> list[_C.Adoption]:
+        alive = [(t, p) for t in tracked if (p := t.parameter()) is not None]
+        answers = _C.adopt([p for _, p in alive], [t.name for t, _ in alive])
+        for (entry, parameter), answer in zip(alive, answers, strict=True):
+            if answer in (_C.Adoption.DONE, _C.Adoption.ALREADY):
+                self._tracked[id(parameter)] = entry
+                self._hook_gradient(parameter, entry)
+            elif answer is _C.Adoption.OVERLAPPING:
+                self._left_out[id(parameter)] = weakref.ref(parameter)
+                warnings.warn(
+                    f"parameter {entry.name!r} is left out of management: several of its elements "
+                    "share memory (it was expanded, or made by as_strided); make it contiguous "
+                    "to have it managed",
+                    stacklevel=2,
+                )
+        return answers
+
+    def _hook_gradient(self, parameter: torch.Tensor, tracked: _Tracked) -> None:
+        if parameter.requires_grad and parameter.is_leaf and tracked.gradient_hook is None:
+            take: Callable[[torch.Tensor], None] = _C.take_gradient
+            tracked.gradient_hook = parameter.register_post_accumulate_grad_hook(take)
+
+    def _mark_seen(self, module: nn.Module) -> None:
+        key = id(module)
+        self._seen_modules[key] = weakref.ref(module, lambda _: self._seen_modules.pop(key, None))
+
+
+def _is_adoptable(parameter: torch.Tensor) -> bool:
+    return (
+        parameter.device.type == "cpu"
+        and parameter.layout is torch.strided
+        and not nn.parameter.is_lazy(parameter)  # type: ignore[no-untyped-call]
+        and not _C.is_managed(parameter)
+        and parameter.numel() > 0
+    )

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""init: the one added line."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from patrickstar import _C, errors
+from patrickstar.config import Config, resolve
+from patrickstar.errors import Error
+from patrickstar.session import Session, current, set_current
+
+_logger = logging.getLogger("patrickstar")
+
+_C.set_error_classes(errors)
+atexit.register(_C.stop_at_exit)
+
+
+def init(
+    *,
+    device: str | torch.device | None = None,
+    device_memory: int | float | str | None = None,
+    host_memory: int | float | str | None = None,
+    spill_dir: str | os.PathLike[str] | None = None,
+    disk_space: int | float | str | None = None,
+    mixed_precision: str | None = None,
+    gradient_accumulation_steps: int = 1,
+    gradient_clipping: float | None = None,
+    chunk_size: int | float | str | None = None,
+    optimizer: str = "auto",
+    log: str | os.PathLike[str] | None = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> Session:
+    """Puts the models of this process under management; call it before they are built.
+
+    From here on parameters, gradients and optimizer state live in chunks that move between memory
+    and disk behind the script's back, within the budgets, with the numbers of plain PyTorch. A
+    second call with the same settings changes nothing.
+
+    Sizes are bytes, text such as ``"6GiB"``, or a fraction of what is there. Every argument can
+    also be set by the environment variable ``PATRICKSTAR_<NAME>``; an argument wins.
+
+    Args:
+        device: Where the model computes; ``"cpu"``, which is also the default.
+        device_memory: Bytes of chunks on an accelerator; an error without one.
+        host_memory: Bytes of chunks in host memory. A hard bound. By default measured: half of the
+            available memory at first, revised after each step.
+        spill_dir: The folder of the spill file, created when missing. By default
+            ``patrickstar`` in the user's cache folder.
+        disk_space: The most bytes of the spill file; by default 0.9 of what is free there.
+        mixed_precision: None; other values are not built yet.
+        gradient_accumulation_steps: 1; other values are not built yet.
+        gradient_clipping: None; other values are not built yet.
+        chunk_size: Bytes of a parameter chunk in fp32; by default a 32nd of ``host_memory``,
+            between 64 KiB and 16 MiB.
+        optimizer: ``"auto"`` or ``"native"``; both run the optimizer's own code for now.
+        log: A file that gets one JSON record a step.
+        config: A mapping of these settings, or a JSON or TOML file of them.
+
+    Returns:
+        The session.
+
+    Raises:
+        InvalidArgument: A setting cannot be used; the message names it.
+        Unsupported: A setting that is not built yet.
+        IoError: The spill folder cannot be written.
+        Error: Management is on with other settings.
+
+    Example:
+        >>> import patrickstar
+        >>> session = patrickstar.init(host_memory="64MiB")
+        >>> patrickstar.shutdown()
+    """
+    settings = resolve(
+        device=device,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        spill_dir=spill_dir,
+        disk_space=disk_space,
+        mixed_precision=mixed_precision,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        gradient_clipping=gradient_clipping,
+        chunk_size=chunk_size,
+        optimizer=optimizer,
+        log=log,
+        config=config,
+    )
+    session = current()
+    if session is not None:
+        _check_same(session.config, settings)
+        return session
+    _load_in_order()
+    session = Session(settings)
+    session.open()
+    set_current(session)
+    return session
+
+
+def _check_same(running: Config, asked: Config) -> None:
+    """A second init() may only ask for what is there; measured figures drift and do not count."""
+    measured = {"host_memory", "chunk_size", "disk_space"} if asked.host_memory_measured else set()
+    for field in fields(Config):
+        was, now = getattr(running, field.name), getattr(asked, field.name)
+        if was != now and field.name not in measured | {"disk_space"}:
+            raise Error(
+                f"management is already on with {field.name}={was!s}, and init() was called again "
+                f"with {field.name}={now!s}; call patrickstar.shutdown() first"
+            )
+
+
+def _load_in_order() -> None:
+    """Has transformers load weights one after another: its threads would read ahead of us."""
+    if "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ:
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+        _logger.info("set HF_DEACTIVATE_ASYNC_LOAD=1, so that models load in bounded memory")
