@@ -38,7 +38,8 @@ class Numbers:
         gradients: By parameter, as the last backward left them; None where there is none.
         weights: By parameter and buffer, at the end.
         state: By parameter and name in the optimizer's state, at the end.
-        model_data_bytes: Bytes of parameters, gradients and optimizer state.
+        model_data_bytes: Bytes of parameters, gradients and the state of an optimizer of torch;
+            what else a script allocates is its own.
         largest_parameter_bytes: Bytes of the largest parameter.
         tensors: Copies of the digested tensors, when asked for.
     """
@@ -104,6 +105,7 @@ def _record_gradients(numbers: Numbers, workload: torch.nn.Module) -> None:
 
 def _record_end(numbers: Numbers, workload: torch.nn.Module, optimizer: Any) -> None:
     model_data: list[torch.Tensor] = []
+    is_torchs = isinstance(optimizer, torch.optim.Optimizer)
     for name, tensor in workload.state_dict().items():
         numbers.weights[name] = numbers.digest(f"weight {name}", tensor)
     for name, parameter in workload.named_parameters():
@@ -112,7 +114,7 @@ def _record_end(numbers: Numbers, workload: torch.nn.Module, optimizer: Any) -> 
             model_data.append(parameter.grad)
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             if isinstance(value, torch.Tensor):
-                model_data.append(value)
+                model_data += [value] if is_torchs else []
                 numbers.state[f"{name} {key}"] = numbers.digest(f"state {name} {key}", value)
             else:
                 numbers.state[f"{name} {key}"] = repr(value)
