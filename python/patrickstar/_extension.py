@@ -13,17 +13,17 @@ def check_torch_version() -> None:
         ImportError: The installed torch has another minor version, or there is no build.
     """
     try:
-        from patrickstar._build_info import TORCH_VERSION as built
+        from patrickstar._build_info import TORCH_VERSION
     except ImportError as error:
         raise ImportError(
             "patrickstar is not built: run `make setup` in its repository, or "
             "`pip install --no-build-isolation .`"
         ) from error
-    if _minor(torch.__version__) != _minor(built):
+    if _minor(torch.__version__) != _minor(TORCH_VERSION):
         raise ImportError(
-            f"patrickstar was built for torch {built} and torch {torch.__version__} is installed: "
-            "the compiled part would not match; install torch=="
-            f"{built.split('+')[0]}, or rebuild patrickstar with "
+            f"patrickstar was built for torch {TORCH_VERSION} and torch {torch.__version__} is "
+            "installed: the compiled part would not match; install torch=="
+            f"{TORCH_VERSION.split('+')[0]}, or rebuild patrickstar with "
             "`pip install --no-build-isolation --force-reinstall --no-deps .`"
         )
 

@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from patrickstar import _C
-from patrickstar.errors import OutOfMemory
 from torch import nn
 from torch.nn.modules.module import (
     register_module_forward_pre_hook,
     register_module_parameter_registration_hook,
 )
+
+from patrickstar import _C
+from patrickstar.errors import OutOfMemory
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -239,8 +240,8 @@ class Adopter:
 
     def _hook_gradient(self, parameter: torch.Tensor, tracked: _Tracked) -> None:
         if parameter.requires_grad and parameter.is_leaf and tracked.gradient_hook is None:
-            take: Callable[[torch.Tensor], None] = _C.take_gradient
-            tracked.gradient_hook = parameter.register_post_accumulate_grad_hook(take)
+            register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
+            tracked.gradient_hook = register(_C.take_gradient)
 
     def _mark_seen(self, module: nn.Module) -> None:
         key = id(module)
@@ -251,7 +252,7 @@ def _is_adoptable(parameter: torch.Tensor) -> bool:
     return (
         parameter.device.type == "cpu"
         and parameter.layout is torch.strided
-        and not nn.parameter.is_lazy(parameter)  # type: ignore[no-untyped-call]
+        and not nn.parameter.is_lazy(parameter)
         and not _C.is_managed(parameter)
         and parameter.numel() > 0
     )

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from patrickstar.errors import InvalidArgument, IoError, Unsupported
 from patrickstar.report.disk import free_space, ready_folder, reason
 from patrickstar.report.memory import available_memory

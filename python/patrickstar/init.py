@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+
 from patrickstar import _C, errors
 from patrickstar.config import Config, resolve
 from patrickstar.errors import Error

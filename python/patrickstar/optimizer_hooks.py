@@ -11,16 +11,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from patrickstar import _C
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from patrickstar import _C
+
 if TYPE_CHECKING:
-    from patrickstar.adoption import Adopter
     from torch.utils.hooks import RemovableHandle
+
+    from patrickstar.adoption import Adopter
 
 
 class OptimizerHooks:

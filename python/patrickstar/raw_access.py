@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from patrickstar import _C
 from patrickstar.errors import Unsupported
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
+
 from patrickstar import _C
 from patrickstar.adoption import Adopter
 from patrickstar.config import Config
@@ -20,7 +22,6 @@ from patrickstar.report.memory import available_memory, peak_resident_set_bytes
 from patrickstar.report.run_log import RunLog
 from patrickstar.report.stats import Stats
 from patrickstar.report.units import format_bytes
-from torch import nn
 
 _logger = logging.getLogger("patrickstar")
 

@@ -112,6 +112,7 @@ bool Acquirer::TryLease(std::span<const ChunkAccess> set, LeaseKind kind) {
 void Acquirer::Release(std::span<const ChunkAccess> set, LeaseKind kind) {
   std::unique_lock lock(state_.mutex);
   bool is_any_free = false;
+  bool is_any_leaving = false;
   for (const ChunkAccess& access : set) {
     ChunkRecord& record = state_.table[access.chunk];
     if (kind == LeaseKind::kOp) {
@@ -124,13 +125,15 @@ void Acquirer::Release(std::span<const ChunkAccess> set, LeaseKind kind) {
     if (state_.is_forked) continue;
     if (record.is_dead) {
       mover_.Discard(access.chunk);
+      is_any_leaving = true;
     } else if (state_.options.stress.evict && record.is_evictable() &&
                (!record.is_dirty || record.slot.is_valid())) {
       mover_.Evict(access.chunk);
+      is_any_leaving = true;
     }
   }
   if (kind == LeaseKind::kOp) num_thread_op_leases -= static_cast<int64_t>(set.size());
-  if (!state_.is_forked) mover_.Flush(lock);
+  if (is_any_leaving) mover_.Flush(lock);
   if (is_any_free && state_.num_waiting > 0) state_.changed.notify_all();
 }
 

@@ -7,7 +7,7 @@ namespace patrickstar {
 
 ChunkId ChunkTable::Add(Kind kind, int64_t num_bytes) {
   PS_CHECK(num_bytes > 0, "a chunk of ", num_bytes, " bytes");
-  ChunkRecord& record = records_.emplace_back();
+  ChunkRecord& record = *records_.emplace_back(std::make_unique<ChunkRecord>());
   record.kind = kind;
   record.num_bytes = num_bytes;
   record.payload_bytes = AlignUp(num_bytes, kPageAlignment);
@@ -15,7 +15,7 @@ ChunkId ChunkTable::Add(Kind kind, int64_t num_bytes) {
 }
 
 void ChunkTable::Apply(ChunkId chunk, PayloadEvent event) {
-  ChunkRecord& record = records_[chunk];
+  ChunkRecord& record = *records_[chunk];
   const std::optional<PayloadState> next = NextState(record.state, event);
   PS_CHECK(next.has_value(), "chunk ", chunk, " in state ", PayloadStateName(record.state),
            " got event ", PayloadEventName(event));

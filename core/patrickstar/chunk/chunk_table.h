@@ -7,8 +7,9 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <exception>
+#include <memory>
+#include <vector>
 
 #include "patrickstar/base/types.h"
 #include "patrickstar/chunk/payload.h"
@@ -56,15 +57,15 @@ class ChunkTable {
  public:
   ChunkId Add(Kind kind, int64_t num_bytes);
 
-  ChunkRecord& operator[](ChunkId chunk) { return records_[chunk]; }
-  const ChunkRecord& operator[](ChunkId chunk) const { return records_[chunk]; }
+  ChunkRecord& operator[](ChunkId chunk) { return *records_[chunk]; }
+  const ChunkRecord& operator[](ChunkId chunk) const { return *records_[chunk]; }
   ChunkId size() const { return static_cast<ChunkId>(records_.size()); }
 
   // REQUIRES: the transition is legal.
   void Apply(ChunkId chunk, PayloadEvent event);
 
  private:
-  std::deque<ChunkRecord> records_;
+  std::vector<std::unique_ptr<ChunkRecord>> records_;  // addresses stay
 };
 
 }  // namespace patrickstar
