@@ -13,7 +13,6 @@
 #include <exception>
 #include <functional>
 #include <memory>
-#include <string>
 
 #include "patrickstar/io/raw_file.h"
 

@@ -7,39 +7,21 @@
 
 #include <algorithm>
 #include <csignal>
-#include <cstring>
 #include <future>
 #include <mutex>
-#include <random>
+#include <utility>
 #include <vector>
 
 #include "patrickstar/base/crc32c.h"
 #include "patrickstar/base/error.h"
+#include "patrickstar/base/types.h"
 #include "patrickstar/io/faulty_file.h"
+#include "patrickstar/io/test_support.h"
 
 namespace patrickstar {
 namespace {
 
 using Op = IoRequest::Op;
-
-constexpr int64_t kPageBytes = 4096;
-
-struct alignas(4096) Page {
-  char bytes[4096];
-};
-
-using Pages = std::vector<Page>;
-
-Pages MakePages(size_t num_pages, uint32_t seed) {
-  Pages pages(num_pages);
-  std::mt19937 random(seed);
-  for (Page& page : pages) {
-    for (char& byte : page.bytes) byte = static_cast<char>(random());
-  }
-  return pages;
-}
-
-int64_t NumBytes(const Pages& pages) { return static_cast<int64_t>(pages.size()) * kPageBytes; }
 
 class AsyncFileTest : public testing::Test {
  protected:
@@ -51,25 +33,23 @@ class AsyncFileTest : public testing::Test {
   }
 
   // Carries out one request and returns its checksum; throws its failure.
-  uint32_t Run(Op op, Pages* pages, int64_t offset, uint32_t checksum = 0) {
-    std::promise<uint32_t> promise;
+  uint32_t Run(Op op, PageBuffer* pages, int64_t offset, uint32_t checksum = 0) {
+    const Outcome outcome;
     file_->Submit({.op = op,
                    .buffer = pages->data(),
-                   .num_bytes = NumBytes(*pages),
+                   .num_bytes = pages->num_bytes(),
                    .offset = offset,
                    .checksum = checksum,
-                   .done = [&](IoRequest& request, const std::exception_ptr& error) {
-                     if (error == nullptr) {
-                       promise.set_value(request.checksum);
-                     } else {
-                       promise.set_exception(error);
-                     }
+                   .done = [&checksum, outcome](IoRequest& request, std::exception_ptr error) {
+                     checksum = request.checksum;
+                     outcome.Set(std::move(error));
                    }});
-    return promise.get_future().get();
+    outcome.Wait();
+    return checksum;
   }
 
   template <typename Exception>
-  std::string Failure(Op op, Pages* pages, int64_t offset, uint32_t checksum = 0) {
+  std::string Failure(Op op, PageBuffer* pages, int64_t offset, uint32_t checksum = 0) {
     try {
       Run(op, pages, offset, checksum);
     } catch (const Exception& error) {
@@ -79,10 +59,10 @@ class AsyncFileTest : public testing::Test {
   }
 
   // Queues a request that appends `name` to order_ when it is done.
-  void Queue(Op op, Pages* pages, const std::string& name, uint32_t checksum = 0) {
+  void Queue(Op op, PageBuffer* pages, const std::string& name, uint32_t checksum = 0) {
     file_->Submit({.op = op,
                    .buffer = pages->data(),
-                   .num_bytes = NumBytes(*pages),
+                   .num_bytes = pages->num_bytes(),
                    .offset = 0,
                    .checksum = checksum,
                    .done = [this, name](IoRequest&, const std::exception_ptr& error) {
@@ -93,13 +73,13 @@ class AsyncFileTest : public testing::Test {
 
   void ExpectRoundTrips(int num_rounds) {
     for (int round = 0; round < num_rounds; ++round) {
-      Pages out = MakePages(static_cast<size_t>(1 + round % 5), static_cast<uint32_t>(round));
-      Pages in(out.size());
-      const int64_t offset = round * kPageBytes;
+      PageBuffer out((1 + round % 5) * kPageAlignment, static_cast<uint32_t>(round));
+      PageBuffer in(out.num_bytes(), 0);
+      const int64_t offset = round * kPageAlignment;
       const uint32_t checksum = Run(Op::kWrite, &out, offset);
-      EXPECT_EQ(checksum, Crc32c(out.data(), static_cast<size_t>(NumBytes(out))));
+      EXPECT_EQ(checksum, Crc32c(out.data(), static_cast<size_t>(out.num_bytes())));
       Run(Op::kRead, &in, offset, checksum);
-      EXPECT_EQ(std::memcmp(in.data(), out.data(), static_cast<size_t>(NumBytes(out))), 0);
+      EXPECT_EQ(in, out);
     }
   }
 
@@ -133,7 +113,7 @@ TEST_F(AsyncFileTest, StressDelaysChangeNothing) {
 
 TEST_F(AsyncFileTest, GivesUpOnADiskThatMakesNoProgress) {
   Open({.short_probability = 1.0});
-  Pages pages = MakePages(1, 1);
+  PageBuffer pages(kPageAlignment, 1);
   const std::string message = Failure<IoError>(Op::kWrite, &pages, 0);
   EXPECT_NE(message.find("the disk makes no progress"), std::string::npos) << message;
 }
@@ -141,7 +121,7 @@ TEST_F(AsyncFileTest, GivesUpOnADiskThatMakesNoProgress) {
 TEST_F(AsyncFileTest, AnErrorNamesPlaceSizeReasonAndRemedy) {
   Open({.path = "/data/spill"});
   faulty_->FailNthCall(1, EIO);
-  Pages pages = MakePages(2, 1);
+  PageBuffer pages(2 * kPageAlignment, 1);
   EXPECT_EQ(Failure<IoError>(Op::kWrite, &pages, 12288),
             "cannot write 8.0 KiB (8192 bytes) at offset 12288 of the spill file in /data/spill: "
             "Input/output error after 0 bytes; check the disk or name another spill_dir");
@@ -151,7 +131,7 @@ TEST_F(AsyncFileTest, AnErrorNamesPlaceSizeReasonAndRemedy) {
 TEST_F(AsyncFileTest, AFullDiskAdvisesToFreeSpace) {
   Open({.path = "/data/spill"});
   faulty_->SetWritesFull(true);
-  Pages pages = MakePages(1, 1);
+  PageBuffer pages(kPageAlignment, 1);
   const std::string message = Failure<IoError>(Op::kWrite, &pages, 0);
   EXPECT_NE(message.find("free space in /data/spill or name another spill_dir"), std::string::npos)
       << message;
@@ -162,7 +142,7 @@ TEST_F(AsyncFileTest, AFullDiskAdvisesToFreeSpace) {
 TEST_F(AsyncFileTest, ReportsTheErrnoOfABadRange) {
   Open();
   faulty_->FailRange(8192, 8193, ENXIO);
-  Pages pages = MakePages(1, 1);
+  PageBuffer pages(kPageAlignment, 1);
   Run(Op::kWrite, &pages, 4096);
   try {
     Run(Op::kWrite, &pages, 8192);
@@ -174,14 +154,14 @@ TEST_F(AsyncFileTest, ReportsTheErrnoOfABadRange) {
 
 TEST_F(AsyncFileTest, AnUnexpectedEndOfTheFileIsAnError) {
   Open();
-  Pages pages(2);
+  PageBuffer pages(2 * kPageAlignment, 1);
   const std::string message = Failure<IoError>(Op::kRead, &pages, faulty_->num_bytes() - 4096);
   EXPECT_NE(message.find("the file ends after 4096 bytes"), std::string::npos) << message;
 }
 
 TEST_F(AsyncFileTest, DetectsOneFlippedBit) {
   Open({.path = "/data/spill"});
-  Pages pages = MakePages(3, 1);
+  PageBuffer pages(3 * kPageAlignment, 1);
   const uint32_t checksum = Run(Op::kWrite, &pages, 4096);
   faulty_->FlipBitOnRead(4096 + 5000, 3);
   const std::string message = Failure<CorruptData>(Op::kRead, &pages, 4096, checksum);
@@ -195,7 +175,7 @@ TEST_F(AsyncFileTest, DetectsOneFlippedBit) {
 
 TEST_F(AsyncFileTest, ReadsGoFirstAndEachKindKeepsItsOrder) {
   Open({}, {.num_threads = 1});
-  Pages pages(1);
+  PageBuffer pages(kPageAlignment, 1);
   const uint32_t checksum = Run(Op::kWrite, &pages, 0);
   faulty_->Pause();
   Queue(Op::kWrite, &pages, "write 0");
@@ -212,7 +192,7 @@ TEST_F(AsyncFileTest, ReadsGoFirstAndEachKindKeepsItsOrder) {
 
 TEST_F(AsyncFileTest, ManyReadsDoNotStarveAWrite) {
   Open({}, {.num_threads = 1});
-  Pages pages(1);
+  PageBuffer pages(kPageAlignment, 1);
   const uint32_t checksum = Run(Op::kWrite, &pages, 0);
   faulty_->Pause();
   Queue(Op::kWrite, &pages, "first");
@@ -227,7 +207,7 @@ TEST_F(AsyncFileTest, ManyReadsDoNotStarveAWrite) {
 
 TEST_F(AsyncFileTest, ShutdownFinishesWhatWasQueued) {
   Open({.max_delay_us = 200}, {.num_threads = 2});
-  Pages pages(1);
+  PageBuffer pages(kPageAlignment, 1);
   for (int write = 0; write < 40; ++write) Queue(Op::kWrite, &pages, "write");
   file_->Shutdown();
   file_->Shutdown();
@@ -237,18 +217,18 @@ TEST_F(AsyncFileTest, ShutdownFinishesWhatWasQueued) {
 TEST_F(AsyncFileTest, SubmitAfterShutdownCompletesWithAnError) {
   Open();
   file_->Shutdown();
-  Pages pages(1);
+  PageBuffer pages(kPageAlignment, 1);
   const std::string message = Failure<Error>(Op::kRead, &pages, 0);
   EXPECT_NE(message.find("it was shut down"), std::string::npos) << message;
 }
 
 TEST_F(AsyncFileTest, SignalsOfTheProcessNeverReachAnIoThread) {
   Open();
-  Pages pages(1);
+  PageBuffer pages(kPageAlignment, 1);
   std::promise<bool> is_blocked;
   file_->Submit({.op = Op::kWrite,
                  .buffer = pages.data(),
-                 .num_bytes = kPageBytes,
+                 .num_bytes = kPageAlignment,
                  .done = [&](IoRequest&, const std::exception_ptr&) {
                    sigset_t mask;
                    pthread_sigmask(SIG_SETMASK, nullptr, &mask);
@@ -262,7 +242,7 @@ TEST_F(AsyncFileTest, SignalsOfTheProcessNeverReachAnIoThread) {
 
 TEST_F(AsyncFileTest, AForkedChildCanLeaveWithoutTheThreads) {
   Open();
-  Pages pages(1);
+  PageBuffer pages(kPageAlignment, 1);
   faulty_->Pause();
   Queue(Op::kWrite, &pages, "write");
   faulty_->WaitForPaused(1);

@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
@@ -146,7 +147,7 @@ TEST_F(OsFileTest, RefusesAnEmptyName) {
 }
 
 TEST_F(OsFileTest, RefusesMemoryAndCreatesNothingThere) {
-  const std::string directory = "/dev/shm/patrickstar-test-missing";
+  const std::string directory = "/dev/shm/patrickstar-test-" + std::to_string(getpid());
   const std::string message = Refusal<InvalidArgument>(directory);
   EXPECT_NE(message.find(directory + " is on tmpfs, which is memory"), std::string::npos)
       << message;
@@ -204,6 +205,22 @@ TEST_F(OsFileTest, WorksOnAFileSystemWithoutReservations) {
     ExpectRoundTrip(file.get());
     const std::string message = Refusal<InvalidArgument>(folder_.string());
     EXPECT_NE(message.find("which is memory"), std::string::npos) << message;
+  });
+  if (!is_allowed) GTEST_SKIP() << "needs the right to mount";
+}
+
+TEST_F(OsFileTest, AFullFileSystemLeavesTheFileUsable) {
+  const bool is_allowed = RunWithOwnMounts([&] {
+    ASSERT_EQ(mount("none", folder_.c_str(), "tmpfs", 0, "size=8m"), 0);
+    int error_number = 0;
+    const auto file = OsFile::TryOpen(folder_.string(), OsFile::Naming::kUnnamed,
+                                      OsFile::Caching::kBuffered, &error_number);
+    ASSERT_NE(file, nullptr);
+    EXPECT_EQ(file->Grow(16 << 20), ENOSPC);
+    EXPECT_EQ(file->FreeBytes(), 8 << 20);
+    ExpectRoundTrip(file.get());
+    EXPECT_EQ(file->Grow(8 << 20), 0);
+    EXPECT_EQ(file->FreeBytes(), 0);
   });
   if (!is_allowed) GTEST_SKIP() << "needs the right to mount";
 }

@@ -88,9 +88,6 @@ class SpillFile {
   int64_t allocated_bytes() const;
   int64_t file_bytes() const;
 
-  int64_t max_bytes() const { return options_.max_bytes; }
-  const std::string& path() const { return path_; }
-
  private:
   struct Slot {
     int64_t num_bytes = 0;

@@ -7,47 +7,24 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <filesystem>
 #include <future>
 #include <map>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "patrickstar/base/error.h"
 #include "patrickstar/base/types.h"
 #include "patrickstar/io/faulty_file.h"
 #include "patrickstar/io/os_file.h"
+#include "patrickstar/io/test_support.h"
 
 namespace patrickstar {
 namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
-
-struct alignas(4096) Page {
-  char bytes[4096];
-};
-
-// What a payload slab is: aligned to pages and rounded up to them.
-class Payload {
- public:
-  Payload(int64_t num_bytes, uint32_t seed)
-      : pages_(static_cast<size_t>(AlignUp(num_bytes, kPageAlignment) / kPageAlignment)),
-        num_bytes_(num_bytes) {
-    std::mt19937 random(seed);
-    for (int64_t at = 0; at < num_bytes; at += 61) data()[at] = static_cast<char>(random());
-  }
-  char* data() { return pages_.data()->bytes; }
-  int64_t num_bytes() const { return num_bytes_; }
-  bool operator==(const Payload& other) const {
-    return std::memcmp(pages_.data(), other.pages_.data(), static_cast<size_t>(num_bytes_)) == 0;
-  }
-
- private:
-  std::vector<Page> pages_;
-  int64_t num_bytes_;
-};
 
 class SpillFileTest : public testing::Test {
  protected:
@@ -62,40 +39,31 @@ class SpillFileTest : public testing::Test {
                                         SpillFileOptions{});
   }
 
-  std::future<void> StartWrite(const SpillSlot& slot, Payload* payload) {
-    auto promise = std::make_shared<std::promise<void>>();
-    file_->Write(slot, payload->data(), payload->num_bytes(), Fulfil(promise));
-    return promise->get_future();
+  Outcome StartWrite(const SpillSlot& slot, PageBuffer* payload) {
+    const Outcome outcome;
+    file_->Write(slot, payload->data(), payload->num_bytes(),
+                 [outcome](std::exception_ptr error) { outcome.Set(std::move(error)); });
+    return outcome;
   }
 
-  std::future<void> StartRead(const SpillSlot& slot, Payload* payload) {
-    auto promise = std::make_shared<std::promise<void>>();
-    file_->Read(slot, payload->data(), payload->num_bytes(), Fulfil(promise));
-    return promise->get_future();
+  Outcome StartRead(const SpillSlot& slot, PageBuffer* payload) {
+    const Outcome outcome;
+    file_->Read(slot, payload->data(), payload->num_bytes(),
+                [outcome](std::exception_ptr error) { outcome.Set(std::move(error)); });
+    return outcome;
   }
 
-  // A promise that is fulfilled twice throws, which ends the test run.
-  static SpillFile::Done Fulfil(const std::shared_ptr<std::promise<void>>& promise) {
-    return [promise](const std::exception_ptr& error) {
-      if (error == nullptr) {
-        promise->set_value();
-      } else {
-        promise->set_exception(error);
-      }
-    };
-  }
+  void Write(const SpillSlot& slot, PageBuffer* payload) { StartWrite(slot, payload).Wait(); }
+  void Read(const SpillSlot& slot, PageBuffer* payload) { StartRead(slot, payload).Wait(); }
 
-  void Write(const SpillSlot& slot, Payload* payload) { StartWrite(slot, payload).get(); }
-  void Read(const SpillSlot& slot, Payload* payload) { StartRead(slot, payload).get(); }
-
-  SpillSlot Save(Payload* payload) {
+  SpillSlot Save(PageBuffer* payload) {
     const SpillSlot slot = file_->Allocate(payload->num_bytes());
     Write(slot, payload);
     return slot;
   }
 
-  void ExpectHolds(const SpillSlot& slot, const Payload& expected) {
-    Payload found(expected.num_bytes(), 0);
+  void ExpectHolds(const SpillSlot& slot, const PageBuffer& expected) {
+    PageBuffer found(expected.num_bytes(), 0);
     Read(slot, &found);
     EXPECT_EQ(found, expected);
   }
@@ -104,7 +72,7 @@ class SpillFileTest : public testing::Test {
     uint32_t seed = 1;
     for (const int64_t num_bytes : {int64_t{1}, int64_t{511}, int64_t{513}, int64_t{4095},
                                     int64_t{4096}, kMiB - 1, kMiB, kMiB + 1, int64_t{28824000}}) {
-      Payload payload(num_bytes, ++seed);
+      PageBuffer payload(num_bytes, ++seed);
       const SpillSlot slot = Save(&payload);
       EXPECT_EQ(slot.num_bytes, AlignUp(num_bytes, 4096));
       ExpectHolds(slot, payload);
@@ -143,7 +111,7 @@ TEST_F(SpillFileTest, ReadsBackThroughShortInterruptedAndSlowIo) {
 
 TEST_F(SpillFileTest, CountsTheBytesThatItMoves) {
   Open();
-  Payload payload(5000, 1);
+  PageBuffer payload(5000, 1);
   const SpillSlot slot = Save(&payload);
   ExpectHolds(slot, payload);
   ExpectHolds(slot, payload);
@@ -183,7 +151,7 @@ TEST_F(SpillFileTest, RefusesToPassItsLimitAndStaysUsable) {
 
 TEST_F(SpillFileTest, AFullDiskIsAnErrorUntilThereIsSpaceAgain) {
   Open({.path = "/data/spill"});
-  Payload payload(3 * kMiB, 1);
+  PageBuffer payload(3 * kMiB, 1);
   const SpillSlot slot = Save(&payload);
   faulty_->SetFreeBytes(kMiB);
   const std::string message = Failure<IoError>([&] { file_->Allocate(2 * kMiB); });
@@ -200,7 +168,7 @@ TEST_F(SpillFileTest, AFullDiskIsAnErrorUntilThereIsSpaceAgain) {
 
 TEST_F(SpillFileTest, AFailedWriteLeavesASlotThatCanBeWrittenAgain) {
   Open();
-  Payload payload(5 * kMiB, 1);
+  PageBuffer payload(5 * kMiB, 1);
   const SpillSlot slot = Save(&payload);
   faulty_->SetWritesFull(true);
   EXPECT_THROW(Write(slot, &payload), IoError);
@@ -212,18 +180,18 @@ TEST_F(SpillFileTest, AFailedWriteLeavesASlotThatCanBeWrittenAgain) {
 
 TEST_F(SpillFileTest, OneBadBlockFailsTheWholeReadOnce) {
   Open();
-  Payload payload(8 * kMiB, 1);
+  PageBuffer payload(8 * kMiB, 1);
   const SpillSlot slot = Save(&payload);
   faulty_->FailRange(slot.offset + 5 * kMiB, slot.offset + 5 * kMiB + 1, EIO);
   const std::string message = Failure<IoError>([&] { Read(slot, &payload); });
   EXPECT_NE(message.find("at offset 5242880 "), std::string::npos) << message;
   faulty_->Heal();
-  ExpectHolds(slot, Payload(8 * kMiB, 1));
+  ExpectHolds(slot, PageBuffer(8 * kMiB, 1));
 }
 
 TEST_F(SpillFileTest, EveryFlippedBitIsDetected) {
   Open();
-  Payload payload(2 * kMiB + 100, 1);
+  PageBuffer payload(2 * kMiB + 100, 1);
   const SpillSlot slot = Save(&payload);
   for (const int64_t offset : {int64_t{0}, kMiB - 1, kMiB, 2 * kMiB + 99}) {
     faulty_->FlipBitOnRead(slot.offset + offset, 6);
@@ -235,8 +203,8 @@ TEST_F(SpillFileTest, EveryFlippedBitIsDetected) {
 
 TEST_F(SpillFileTest, SlotsOfAnotherPayloadAreOverwrittenOnlyAfterFree) {
   Open();
-  Payload first(kMiB, 1);
-  Payload second(kMiB, 2);
+  PageBuffer first(kMiB, 1);
+  PageBuffer second(kMiB, 2);
   const SpillSlot slot = Save(&first);
   file_->Free(slot);
   const SpillSlot reused = file_->Allocate(kMiB);
@@ -249,17 +217,17 @@ TEST_F(SpillFileTest, SlotsOfAnotherPayloadAreOverwrittenOnlyAfterFree) {
 
 TEST_F(SpillFileTest, MisuseIsABugOfTheCaller) {
   Open();
-  Payload payload(kMiB, 1);
+  PageBuffer payload(kMiB, 1);
   const SpillSlot slot = Save(&payload);
   faulty_->Pause();
-  auto reading = StartRead(slot, &payload);
+  const Outcome reading = StartRead(slot, &payload);
   EXPECT_THROW(file_->Free(slot), std::logic_error);
   EXPECT_THROW(StartWrite(slot, &payload), std::logic_error);
   faulty_->Resume();
-  reading.get();
-  Payload larger(kMiB + 1, 1);
+  reading.Wait();
+  PageBuffer larger(kMiB + 1, 1);
   EXPECT_THROW(StartWrite(slot, &larger), std::logic_error);
-  Payload smaller(4096, 1);
+  PageBuffer smaller(4096, 1);
   EXPECT_THROW(StartRead(slot, &smaller), std::logic_error);
   EXPECT_THROW(file_->Write(slot, payload.data() + 512, 512, [](const std::exception_ptr&) {}),
                std::logic_error);
@@ -328,7 +296,7 @@ TEST_F(SpillFileTest, ManyThreadsAllocateWriteReadAndFree) {
     threads.emplace_back([this, thread] {
       std::mt19937 random(thread);
       for (uint32_t round = 0; round < 15; ++round) {
-        Payload payload(1 + random() % (3 * kMiB), thread * 100 + round);
+        PageBuffer payload(1 + random() % (3 * kMiB), thread * 100 + round);
         const SpillSlot slot = Save(&payload);
         ExpectHolds(slot, payload);
         file_->Free(slot);
@@ -341,18 +309,18 @@ TEST_F(SpillFileTest, ManyThreadsAllocateWriteReadAndFree) {
 
 TEST_F(SpillFileTest, ManyReadsOfOneSlotAtOnce) {
   Open();
-  Payload payload(3 * kMiB + 17, 1);
+  PageBuffer payload(3 * kMiB + 17, 1);
   const SpillSlot slot = Save(&payload);
-  std::vector<Payload> found(6, Payload(payload.num_bytes(), 0));
-  std::vector<std::future<void>> reads;
-  for (Payload& target : found) reads.push_back(StartRead(slot, &target));
-  for (auto& read : reads) read.get();
-  for (const Payload& target : found) EXPECT_EQ(target, payload);
+  std::vector<PageBuffer> found(6, PageBuffer(payload.num_bytes(), 0));
+  std::vector<Outcome> reads;
+  for (PageBuffer& target : found) reads.push_back(StartRead(slot, &target));
+  for (const Outcome& read : reads) read.Wait();
+  for (const PageBuffer& target : found) EXPECT_EQ(target, payload);
 }
 
 TEST_F(SpillFileTest, TheSlotMayBeFreedInsideDone) {
   Open();
-  Payload payload(3 * kMiB, 1);
+  PageBuffer payload(3 * kMiB, 1);
   const SpillSlot slot = file_->Allocate(payload.num_bytes());
   std::promise<int64_t> allocated_bytes;
   file_->Write(slot, payload.data(), payload.num_bytes(), [&](const std::exception_ptr&) {
@@ -364,7 +332,7 @@ TEST_F(SpillFileTest, TheSlotMayBeFreedInsideDone) {
 
 TEST_F(SpillFileTest, WhatDoneOwnsEndsWithItsCall) {
   Open();
-  Payload payload(3 * kMiB, 1);
+  PageBuffer payload(3 * kMiB, 1);
   auto owned = std::make_shared<int>(1);
   const std::weak_ptr<int> watch = owned;
   file_->Write(file_->Allocate(payload.num_bytes()), payload.data(), payload.num_bytes(),
@@ -376,15 +344,15 @@ TEST_F(SpillFileTest, WhatDoneOwnsEndsWithItsCall) {
 
 TEST_F(SpillFileTest, ShutdownFinishesQueuedWorkAndRefusesMore) {
   Open({.max_delay_us = 200}, {.num_threads = 2});
-  Payload payload(3 * kMiB, 1);
-  std::vector<std::future<void>> writes;
+  PageBuffer payload(3 * kMiB, 1);
+  std::vector<Outcome> writes;
   for (int write = 0; write < 10; ++write) {
     writes.push_back(StartWrite(file_->Allocate(payload.num_bytes()), &payload));
   }
   file_->Shutdown();
-  for (auto& write : writes) {
-    ASSERT_EQ(write.wait_for(std::chrono::seconds(0)), std::future_status::ready);
-    write.get();
+  for (const Outcome& write : writes) {
+    ASSERT_TRUE(write.is_set());
+    write.Wait();
   }
   EXPECT_EQ(file_->bytes_written(), 30 * kMiB);
   const SpillSlot slot = file_->Allocate(payload.num_bytes());
@@ -394,10 +362,10 @@ TEST_F(SpillFileTest, ShutdownFinishesQueuedWorkAndRefusesMore) {
 
 TEST_F(SpillFileTest, AForkedChildIsRefusedAndLeavesAlone) {
   Open();
-  Payload payload(3 * kMiB, 1);
+  PageBuffer payload(3 * kMiB, 1);
   const SpillSlot slot = Save(&payload);
   faulty_->Pause();
-  auto reading = StartRead(slot, &payload);
+  const Outcome reading = StartRead(slot, &payload);
   faulty_->WaitForPaused(1);
   const pid_t child = fork();
   if (child == 0) {
@@ -419,8 +387,8 @@ TEST_F(SpillFileTest, AForkedChildIsRefusedAndLeavesAlone) {
   ASSERT_EQ(waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
   faulty_->Resume();
-  reading.get();
-  ExpectHolds(slot, Payload(3 * kMiB, 1));
+  reading.Wait();
+  ExpectHolds(slot, PageBuffer(3 * kMiB, 1));
 }
 
 }  // namespace
