@@ -363,10 +363,10 @@ void Acquirer::ThrowOutOfMemory(std::unique_lock<std::mutex>& lock, const Reques
   const int64_t foreign_bytes = ForeignBytes();
   lock.unlock();
   const std::string own_names = own.empty() ? "" : StrCat(" (", Describe(&state_.binder, own), ")");
-  std::string message = StrCat(
-      "cannot bring ", FormatBytes(num_missing_bytes), " to host memory for ", request.what,
-      own_names, ": the operation needs ", FormatBytes(own_bytes), " at once and ",
-      FormatBytes(free), " of the ", FormatBytes(limit), " budget are free");
+  std::string message =
+      StrCat("cannot bring ", FormatBytes(num_missing_bytes), " to host memory for ", request.what,
+             own_names, ": the operation needs ", FormatBytes(own_bytes), " at once and ",
+             FormatBytes(free), " of the ", FormatBytes(limit), " budget are free");
   if (!leased.empty()) {
     message += StrCat(", ", leased.size(), " other chunks are leased (",
                       Describe(&state_.binder, leased), ")");
@@ -377,7 +377,8 @@ void Acquirer::ThrowOutOfMemory(std::unique_lock<std::mutex>& lock, const Reques
   const int64_t at_once_bytes = own_bytes + leased_bytes;
   const int64_t needed =
       foreign_bytes + (is_spill_possible ? at_once_bytes : std::max(managed, at_once_bytes));
-  message += StrCat("; raise host_memory to at least ", needed, " bytes (", FormatBytes(needed), ")");
+  message +=
+      StrCat("; raise host_memory to at least ", needed, " bytes (", FormatBytes(needed), ")");
   if (!is_spill_possible) message += " or name a spill_dir";
   lock.lock();
   throw OutOfMemory(message);

@@ -20,7 +20,9 @@ TEST(Budget, GivesAllOrNothing) {
 
 TEST(Budget, GetsBytesBackWhenAReservationDies) {
   Budget budget(10);
-  { auto reservation = budget.TryReserve(10); }
+  {
+    auto reservation = budget.TryReserve(10);
+  }
   EXPECT_EQ(budget.used_bytes(), 0);
   EXPECT_EQ(budget.peak_bytes(), 10);
 }

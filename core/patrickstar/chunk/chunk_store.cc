@@ -99,8 +99,7 @@ void ChunkStore::EvictAll() {
     mover_.Evict(chunk);
   }
   mover_.Flush(lock);
-  state_.changed.wait(lock,
-                      [this] { return state_.queue.is_idle() && state_.freeing_bytes == 0; });
+  state_.changed.wait(lock, [this] { return state_.queue.is_idle() && state_.freeing_bytes == 0; });
   lock.unlock();
   state_.pool.Trim();
 }

@@ -23,13 +23,13 @@ namespace patrickstar {
 struct StoreStats {
   StoreCounters counters;
   int64_t num_chunks = 0;
-  int64_t managed_bytes = 0;        // of all payloads, if all were resident
-  int64_t resident_bytes = 0;       // reserved on the compute tier now
-  int64_t peak_bytes = 0;           // the most that was reserved
+  int64_t managed_bytes = 0;   // of all payloads, if all were resident
+  int64_t resident_bytes = 0;  // reserved on the compute tier now
+  int64_t peak_bytes = 0;      // the most that was reserved
   int64_t budget_bytes = 0;
-  int64_t mapped_bytes = 0;         // mapped now, freed slabs included
+  int64_t mapped_bytes = 0;  // mapped now, freed slabs included
   int64_t peak_mapped_bytes = 0;
-  int64_t disk_used_bytes = 0;      // allocated in the spill file
+  int64_t disk_used_bytes = 0;  // allocated in the spill file
   int64_t disk_read_bytes = 0;
   int64_t disk_written_bytes = 0;
   int64_t num_held_leases = 0;

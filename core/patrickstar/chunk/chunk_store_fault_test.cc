@@ -14,9 +14,7 @@ namespace {
 class ChunkStoreFaultTest : public StoreTest {
  protected:
   // The disk slots of the first chunks: given in order of the ids.
-  void FailWritesOf(ChunkId chunk) {
-    disk_->FailRange(chunk * kPage, (chunk + 1) * kPage, EIO);
-  }
+  void FailWritesOf(ChunkId chunk) { disk_->FailRange(chunk * kPage, (chunk + 1) * kPage, EIO); }
 };
 
 TEST_F(ChunkStoreFaultTest, AFailedWriteBackKeepsThePayloadAndTriesOtherVictims) {

@@ -111,8 +111,8 @@ struct Plan {
     std::vector<int64_t> payloads;
     for (const int64_t num_bytes : sizes) payloads.push_back(AlignUp(num_bytes, kPageAlignment));
     std::sort(payloads.rbegin(), payloads.rend());
-    const int64_t set = std::accumulate(payloads.begin(), payloads.begin() + kMaxSetSize,
-                                        int64_t{0});
+    const int64_t set =
+        std::accumulate(payloads.begin(), payloads.begin() + kMaxSetSize, int64_t{0});
     return set + (is_holding ? num_threads * payloads.front() : 0);
   }
 
@@ -132,16 +132,17 @@ struct Plan {
 class World {
  public:
   explicit World(uint64_t seed) : plan_(seed) {
-    auto file = std::make_unique<FaultyFile>(FaultyFileOptions{
-        .seed = seed,
-        .short_probability = 0.1,
-        .interrupt_probability = 0.1,
-        .max_delay_us = static_cast<int>(Pick(&plan_.random, 0, 1) * 100)});
+    auto file = std::make_unique<FaultyFile>(
+        FaultyFileOptions{.seed = seed,
+                          .short_probability = 0.1,
+                          .interrupt_probability = 0.1,
+                          .max_delay_us = static_cast<int>(Pick(&plan_.random, 0, 1) * 100)});
     disk_ = file.get();
     auto spill = std::make_unique<SpillFile>(
-        std::move(file), SpillFileOptions{.num_threads = static_cast<int>(Pick(&plan_.random, 1, 4)),
-                                          .random_delays = Happens(&plan_.random, 25),
-                                          .seed = seed});
+        std::move(file),
+        SpillFileOptions{.num_threads = static_cast<int>(Pick(&plan_.random, 1, 4)),
+                         .random_delays = Happens(&plan_.random, 25),
+                         .seed = seed});
     store_ = std::make_unique<ChunkStore>(
         StoreOptions{.host_bytes = plan_.budget,
                      .stress = plan_.stress,

@@ -40,9 +40,9 @@ struct ChunkRecord {
   uint32_t num_claims = 0;  // acquirers that have their room and wait for I/O
   uint64_t last_use = 0;    // tick of the latest lease
 
-  bool is_wanted = false;     // a caller waits for the end of a save: keep the bytes
-  bool is_dead = false;       // discarded during a transfer: goes when its I/O returns
-  bool is_destroyed = false;  // the chunk is gone; its id is never reused
+  bool is_wanted = false;      // a caller waits for the end of a save: keep the bytes
+  bool is_dead = false;        // discarded during a transfer: goes when its I/O returns
+  bool is_destroyed = false;   // the chunk is gone; its id is never reused
   std::exception_ptr failure;  // of a load, in state kFailed
   uint64_t save_failure = 0;   // serial number of its latest failed write-back; 0 is none
 

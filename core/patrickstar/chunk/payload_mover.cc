@@ -172,11 +172,13 @@ void PayloadMover::Free(std::vector<Payload> garbage) const {
 void PayloadMover::Start(const Transfer& transfer) {
   const ChunkId chunk = transfer.chunk;
   if (transfer.direction == Direction::kLoad) {
-    state_.spill->Read(transfer.slot, transfer.data, transfer.num_bytes,
-                       [this, chunk](const std::exception_ptr& failure) { EndLoad(chunk, failure); });
+    state_.spill->Read(
+        transfer.slot, transfer.data, transfer.num_bytes,
+        [this, chunk](const std::exception_ptr& failure) { EndLoad(chunk, failure); });
   } else {
-    state_.spill->Write(transfer.slot, transfer.data, transfer.num_bytes,
-                        [this, chunk](const std::exception_ptr& failure) { EndSave(chunk, failure); });
+    state_.spill->Write(
+        transfer.slot, transfer.data, transfer.num_bytes,
+        [this, chunk](const std::exception_ptr& failure) { EndSave(chunk, failure); });
   }
 }
 

@@ -48,10 +48,10 @@ class PayloadMover {
 
  private:
   void Fill(ChunkId chunk, Payload payload);
-  void Start(const Transfer& transfer);                               // without the mutex
-  void EndLoad(ChunkId chunk, const std::exception_ptr& failure);     // takes the mutex
-  void EndSave(ChunkId chunk, const std::exception_ptr& failure);     // takes the mutex
-  void Free(std::vector<Payload> garbage) const;                      // without the mutex
+  void Start(const Transfer& transfer);                            // without the mutex
+  void EndLoad(ChunkId chunk, const std::exception_ptr& failure);  // takes the mutex
+  void EndSave(ChunkId chunk, const std::exception_ptr& failure);  // takes the mutex
+  void Free(std::vector<Payload> garbage) const;                   // without the mutex
   void ThrowAway(ChunkId chunk, PayloadEvent event);
 
   StoreState& state_;

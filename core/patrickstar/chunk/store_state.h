@@ -79,10 +79,10 @@ struct StoreState {
   std::vector<Payload> garbage;  // to be freed without the mutex
   int64_t freeing_bytes = 0;     // taken from the garbage, not yet free
   StoreCounters counters;
-  uint64_t tick = 0;               // of leases
-  uint64_t num_save_failures = 0;  // serial numbers of failed write-backs
+  uint64_t tick = 0;                // of leases
+  uint64_t num_save_failures = 0;   // serial numbers of failed write-backs
   std::exception_ptr save_failure;  // the latest one
-  int num_waiting = 0;  // callers in changed.wait
+  int num_waiting = 0;              // callers in changed.wait
   int64_t managed_bytes = 0;
   int64_t held_bytes = 0;  // of payloads with a held lease
   bool is_shut_down = false;
