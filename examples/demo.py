@@ -35,6 +35,7 @@ MODEL_DATA_BYTES_PER_PARAMETER = 16
 BUDGET_SHARE = 0.25
 
 NUM_LOSSES_SHOWN = 8
+SAMPLE_LINES_SHOWN = 8
 BAR_WIDTH = 24
 MIB = 1 << 20
 SECONDS_TO_STOP = 10
@@ -88,27 +89,22 @@ def first_difference(managed: dict[str, Any], plain: dict[str, Any]) -> str | No
 
 
 def print_losses(managed: dict[str, Any], plain: dict[str, Any]) -> None:
-    """Prints a few steps of both loss curves side by side."""
+    """Prints a few steps of both loss curves side by side; the bars start below the lowest."""
     curves = [[float.fromhex(loss) for loss in record["losses"]] for record in (managed, plain)]
-    highest = max((loss for curve in curves for loss in curve if math.isfinite(loss)), default=1.0)
-    num_steps = len(curves[0])
-    shown = sorted(
-        {
-            round(index * (num_steps - 1) / (NUM_LOSSES_SHOWN - 1))
-            for index in range(NUM_LOSSES_SHOWN)
-        }
+    finite = [loss for curve in curves for loss in curve if math.isfinite(loss)]
+    floor = math.floor(min(finite, default=0.0))
+    highest = max([*finite, floor + 1.0])
+    last = len(curves[0]) - 1
+    steps = sorted(
+        {round(last * part / (NUM_LOSSES_SHOWN - 1)) for part in range(NUM_LOSSES_SHOWN)}
     )
     print(f"{'step':>5}  {'loss, PatrickStar':<{BAR_WIDTH + 10}}  loss, plain PyTorch")
-    for index in shown:
+    for step in steps:
         cells = []
         for curve in curves:
-            bar = (
-                "#" * round(BAR_WIDTH * curve[index] / highest)
-                if math.isfinite(curve[index])
-                else ""
-            )
-            cells.append(f"{curve[index]:8.5f}  {bar:<{BAR_WIDTH}}")
-        print(f"{index + 1:>5}  {'  '.join(cells)}".rstrip())
+            share = (curve[step] - floor) / (highest - floor) if math.isfinite(curve[step]) else 0
+            cells.append(f"{curve[step]:8.5f}  {'#' * round(BAR_WIDTH * share):<{BAR_WIDTH}}")
+        print(f"{step + 1:>5}  {'  '.join(cells)}".rstrip())
 
 
 def print_memory(managed: dict[str, Any], plain: dict[str, Any]) -> None:
@@ -171,7 +167,8 @@ def main() -> int:
         raise SystemExit("expected only the first run to import patrickstar; cannot compare")
 
     print("\nWhat the model writes by now:\n")
-    print("\n".join(f"  | {line}" for line in managed["sample"].splitlines()) + "\n")
+    lines = [line for line in managed["sample"].splitlines() if line.strip()]
+    print("\n".join(f"  | {line}" for line in lines[:SAMPLE_LINES_SHOWN]) + "\n")
     print_losses(managed, plain)
     print()
     print_memory(managed, plain)

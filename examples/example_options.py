@@ -44,7 +44,7 @@ def parse_options(description: str) -> argparse.Namespace:
     training.add_argument(
         "--tokens", type=positive, help="tokens in an example; none: what fits, at most 128"
     )
-    training.add_argument("--lr", type=float, default=1e-3, help="learning rate of Adam")
+    training.add_argument("--lr", type=float, default=5e-4, help="learning rate of Adam")
     training.add_argument(
         "--bf16", action="store_true", help="run the forward under torch.autocast in bfloat16"
     )
