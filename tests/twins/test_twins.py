@@ -21,19 +21,25 @@ REST = [case for case in matrix.full_product() if matrix.case_id(case) not in CO
 MOST_OPERANDS = 4
 
 
+CASES_AT_ONCE = 100  # so that a long run shows how far it is
+
+
 class Sides:
-    """Both sides of the selected cases, run on first use."""
+    """Both sides of the selected cases, run when the first of a hundred is asked for."""
 
     def __init__(self, cases, folder):
         self.cases = cases
         self.folder = folder
-        self._answers = None
+        self.answers = {}
 
     def of(self, case):
-        if self._answers is None:
-            plain = twins.run_plain(self.cases, self.folder)
-            self._answers = plain, twins.run_managed(self.cases, plain, self.folder)
-        plain, managed = self._answers
+        first = self.cases.index(case) // CASES_AT_ONCE * CASES_AT_ONCE
+        if first not in self.answers:
+            cases = self.cases[first : first + CASES_AT_ONCE]
+            folder = self.folder / str(first)
+            plain = twins.run_plain(cases, folder)
+            self.answers[first] = plain, twins.run_managed(cases, plain, folder)
+        plain, managed = self.answers[first]
         return plain[matrix.case_id(case, matrix.PLAIN_AXES)], managed.get(matrix.case_id(case))
 
 

@@ -22,7 +22,7 @@ SMALLEST_FIRST_TRY = 64 << 10  # the first budget of a search for the smallest
 Answers = dict[str, dict[str, Any]]
 
 
-def run_plain(cases: Sequence[matrix.Case], folder: Path, threads: int = 1) -> Answers:
+def run_plain(cases: Sequence[matrix.Case], folder: Path, threads: int = 2) -> Answers:
     """Answers of plain PyTorch, by the id of the plain axes."""
     plain = {}
     for case in cases:
@@ -35,7 +35,7 @@ def run_managed(
     cases: Sequence[matrix.Case],
     plain: Answers,
     folder: Path,
-    threads: int = 1,
+    threads: int = 2,
     *,
     skip_leases: bool = False,
 ) -> Answers:
@@ -125,5 +125,7 @@ def _start(cases: list[dict[str, Any]], path: Path, options: list[str]) -> subpr
     }
     # Hub look-ups of transformers have no place in a test.
     environment.update(HF_HUB_OFFLINE="1", PYTHONFAULTHANDLER="1")
+    # Threads that spin while they wait take the cores from the other process.
+    environment.update(OMP_WAIT_POLICY="passive", GOMP_SPINCOUNT="0")
     with path.with_suffix(".err").open("wb") as errors:
         return subprocess.Popen(command, stdout=errors, stderr=subprocess.STDOUT, env=environment)
