@@ -29,6 +29,16 @@ bool IsSharedBetweenProcesses(const c10::StorageImpl& storage) {
          at::RefcountedMapAllocator::fromDataPtr(storage.data_ptr()) != nullptr;
 }
 
+// Whether `num_tensors` tensors are all that use a storage. Its Python wrapper, once made,
+// counts as a user for good; it is one only while somebody else refers to it.
+// REQUIRES: the GIL.
+bool AreAllUsers(c10::StorageImpl& storage, size_t num_tensors) {
+  const c10::impl::PyObjectSlot* const wrapper = storage.pyobj_slot();
+  const bool has_wrapper = wrapper->load_pyobj() != nullptr;
+  if (has_wrapper && !wrapper->has_unique_reference()) return false;
+  return c10::raw::intrusive_ptr::use_count(&storage) == num_tensors + (has_wrapper ? 1 : 0);
+}
+
 bool IsPlain(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.layout() != at::kStrided || !tensor.has_storage()) return false;
   const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
@@ -56,7 +66,9 @@ Adoption Judge(const at::Tensor& tensor) {
 // Judges the tensors over one storage together, and says which bytes move.
 Adoption JudgeTogether(const std::vector<at::Tensor>& tensors, Candidate* candidate) {
   const at::Tensor& first = tensors[candidate->tensors.front()];
-  if (first.storage().use_count() != candidate->tensors.size()) return Adoption::kAliased;
+  if (!AreAllUsers(*first.storage().unsafeGetStorageImpl(), candidate->tensors.size())) {
+    return Adoption::kAliased;
+  }
   if (candidate->tensors.size() == 1) {
     if (!first.is_non_overlapping_and_dense()) return Adoption::kOverlapping;
     candidate->data = static_cast<const std::byte*>(first.const_data_ptr());
@@ -173,7 +185,9 @@ bool IsPlainDense(const at::Tensor& tensor) {
   return IsPlain(tensor) && tensor.is_non_overlapping_and_dense();
 }
 
-bool OwnsItsStorage(const at::Tensor& tensor) { return tensor.storage().use_count() == 1; }
+bool OwnsItsStorage(const at::Tensor& tensor) {
+  return AreAllUsers(*tensor.storage().unsafeGetStorageImpl(), 1);
+}
 
 bool FillsItsSlot(const at::Tensor& tensor) {
   const ManagedStorage* const storage = ManagedStorageOf(tensor);

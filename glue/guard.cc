@@ -239,11 +239,31 @@ const std::set<std::string>& CompositeReaders() {
   return readers;
 }
 
+// Hears of new ops. It is called under the dispatcher's lock and before the op has kernels:
+// registering there would hang, so it only counts.
+class NewOpListener final : public c10::OpRegistrationListener {
+ public:
+  explicit NewOpListener(std::atomic<size_t>* num_ops) : num_ops_(*num_ops) {}
+  void onOperatorRegistered(const OperatorHandle&) override { ++num_ops_; }
+  void onOperatorDeregistered(const OperatorHandle&) override {}
+
+ private:
+  std::atomic<size_t>& num_ops_;
+};
+
 // Owns the registrations, which live as long as the process.
 class Registrar {
  public:
-  size_t RegisterAll() {
+  Registrar()
+      : listening_(c10::Dispatcher::singleton().addRegistrationListener(
+            std::make_unique<NewOpListener>(&num_ops_))) {}
+
+  // Looks at every op again if new ones were registered since the last call.
+  size_t RegisterNew() {
     std::lock_guard lock(mutex_);
+    const size_t num_ops = num_ops_.load();
+    if (num_ops == num_ops_seen_) return 0;
+    num_ops_seen_ = num_ops;
     size_t num_registered = 0;
     for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
       const auto op = c10::Dispatcher::singleton().findOp(name);
@@ -291,6 +311,9 @@ class Registrar {
     return *library;
   }
 
+  std::atomic<size_t> num_ops_{0};
+  size_t num_ops_seen_ = 0;
+  c10::RegistrationHandleRAII listening_;
   std::mutex mutex_;
   std::map<std::pair<std::string, DispatchKey>, std::unique_ptr<torch::Library>> libraries_;
 };
@@ -299,7 +322,7 @@ class Registrar {
 
 size_t InstallGuard() {
   static Registrar* const registrar = new Registrar();  // registrations outlive static destructors
-  return registrar->RegisterAll();
+  return registrar->RegisterNew();
 }
 
 void SkipReadLeases(bool is_skipped) { are_read_leases_skipped.store(is_skipped); }

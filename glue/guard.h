@@ -14,9 +14,9 @@
 namespace patrickstar {
 
 // Registers the guard for every op known now; ops registered later are covered by the
-// fallback until the next call. Returns the number of kernels registered by this call.
-// Idempotent; the registrations stay for the life of the process and cost nothing for
-// tensors that are not managed.
+// fallback until the next call, which is cheap when there are none. Returns the number of
+// kernels registered by this call. The registrations stay for the life of the process and
+// cost nothing for tensors that are not managed.
 size_t InstallGuard();
 
 // For tests of the tests: while true, the guard takes no leases for reads, so that a

@@ -24,10 +24,11 @@ namespace patrickstar {
 namespace {
 
 // Building or loading a model, freed buffers go back to the system at once; training, they
-// are kept, because mapping them anew each step would cost up to a third of it.
+// are kept as glibc does by itself in the long run: mapping them anew each step would cost up
+// to a third of it, and keeping more would be memory that no budget knows.
 constexpr int kBuildingMmapThreshold = 128 << 10;
 constexpr int kTrainingMmapThreshold = 32 << 20;
-constexpr int kTrainingTrimThreshold = 256 << 20;
+constexpr int kTrainingTrimThreshold = 2 * kTrainingMmapThreshold;
 
 Engine* Running() {
   Engine* const engine = Engine::Get();

@@ -42,6 +42,13 @@ bool AreOptionsThoseOf(const at::Tensor& like, LikeOp op, const Stack& stack) {
          (dtype.isNone() || dtype.toScalarType() == like.scalar_type());
 }
 
+// A constant of the size of a trainable parameter, made outside a step: some optimizers
+// make their state in the constructor, and hand-written ones before the loop.
+bool IsStateOfAFutureStep(LikeOp like, const at::Tensor& self) {
+  const bool is_constant = like == LikeOp::kZeros || like == LikeOp::kOnes || like == LikeOp::kFull;
+  return is_constant && self.requires_grad() && self.is_leaf();
+}
+
 }  // namespace
 
 void BeginNativeStep() { ++num_native_steps; }
@@ -53,9 +60,9 @@ void EndNativeStep() {
 void ResetNativeStep() { num_native_steps = 0; }
 
 bool AnswerLike(LikeOp like, Engine* engine, Stack* stack) {
-  if (num_native_steps == 0) return false;
   const size_t num_arguments = NumArguments(like);
   const at::Tensor self = (*stack)[stack->size() - num_arguments].toTensor();
+  if (num_native_steps == 0 && !IsStateOfAFutureStep(like, self)) return false;
   ManagedStorage* const storage = ManagedStorageOf(self);
   if (storage == nullptr || !FillsItsSlot(self) || !AreOptionsThoseOf(self, like, *stack)) {
     return false;

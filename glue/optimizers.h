@@ -3,7 +3,8 @@
 // Optimizers: what the engine does for an optimizer that runs its own code. A native
 // optimizer allocates all its state before its first update, so while a step runs on
 // this thread, allocations like a managed tensor are answered with managed tensors: in
-// the chunk group of the tensor they are like, without bytes while known zero.
+// the chunk group of the tensor they are like, without bytes while known zero. Outside a
+// step, so are constants like a trainable parameter: state made in a constructor.
 #pragma once
 
 #include <ATen/core/stack.h>
@@ -20,8 +21,8 @@ void EndNativeStep();
 // Forgets steps that began and never ended on this thread, because one threw.
 void ResetNativeStep();
 
-// Inside a native step: replaces the op's arguments by a managed result and returns true.
-// False when the op is not one to answer; the stack is unchanged then.
+// Replaces the op's arguments by a managed result and returns true. False when the op is
+// not one to answer; the stack is unchanged then.
 bool AnswerLike(LikeOp like, Engine* engine, torch::jit::Stack* stack);
 
 // Moves plain optimizer state of `parameter`'s size into the parameter's chunk group, in

@@ -45,7 +45,7 @@ class _Tracked:
     name: str
     gradient_hook: RemovableHandle | None = None
     reservation: _C.Reservation | None = None
-    has_warned: bool = False
+    num_postponed: int = 0  # step boundaries at which it could not be adopted
 
     def release(self) -> None:
         if self.reservation is not None:
@@ -103,8 +103,19 @@ class Adopter:
         """Adopts tensors that belong to no module."""
         for tensor in tensors:
             if not _C.is_managed(tensor):
-                self._expect(tensor, f"tensor of shape {tuple(tensor.shape)}")
+                known = self._pending.get(id(tensor)) or self._tracked.get(id(tensor))
+                name = f"tensor of shape {tuple(tensor.shape)}"
+                self._expect(tensor, name if known is None else known.name)
         self.flush()
+
+    def adopt_copy(self, original: torch.Tensor, copy: torch.Tensor) -> None:
+        """Adopts a fresh copy of a managed tensor, so that copies of large models fit too."""
+        name = f"a copy of {_C.name_of(original)}"
+        if isinstance(copy, nn.Parameter):
+            self._expect(copy, name)
+            self.flush()
+        else:
+            _C.adopt([copy], [name])
 
     def adopt_now(self, tensor: torch.Tensor, name: str) -> _C.Adoption:
         """Adopts one tensor at its owner's wish, also one that was left out before."""
@@ -132,7 +143,6 @@ class Adopter:
             if parameter is None:
                 del self._tracked[key]
             elif not _C.is_managed(parameter):
-                del self._tracked[key]
                 self._expect(parameter, tracked.name)
             elif tracked.gradient_hook is None:
                 self._hook_gradient(parameter, tracked)
@@ -151,18 +161,12 @@ class Adopter:
             self._pending.update({id(t.parameter()): t for t in taken})
             raise
         for tracked, answer in zip(taken, answers, strict=True):
-            if answer is _C.Adoption.ALIASED:
+            if answer == _C.Adoption.ALIASED:
                 postponed.append(tracked)
         for tracked in postponed:
             self._pending[id(tracked.parameter())] = tracked
-            if is_boundary and not tracked.has_warned:
-                tracked.has_warned = True
-                warnings.warn(
-                    f"parameter {tracked.name!r} is not managed yet: another tensor shares its "
-                    "memory (made by detach(), .data or a view); drop that tensor, or call "
-                    "patrickstar.manage() before it is made",
-                    stacklevel=2,
-                )
+        if is_boundary:
+            _warn_of_aliases(postponed)
 
     def _on_registration(self, module: nn.Module, name: str, parameter: object) -> None:
         if not isinstance(parameter, torch.Tensor):
@@ -185,6 +189,7 @@ class Adopter:
             return
         if id(module) in self._seen_modules:
             return
+        _C.install_guard()  # for ops that came with the module's own libraries
         self.adopt_module(module)
         if self._is_building:
             self._is_building = False
@@ -196,12 +201,15 @@ class Adopter:
         if key in self._pending:
             self._pending[key].name = name
             return False
-        if key in self._tracked and self._tracked[key].parameter() is parameter:
-            self._tracked[key].name = name
-            return False
+        known = self._tracked.get(key)
+        if known is not None and known.parameter() is not parameter:
+            known = None  # its id was used before by one that is dead
+        if known is not None:
+            known.name = name
         if key in self._left_out or not _is_adoptable(parameter):
             return False
-        self._pending[key] = _Tracked(weakref.ref(parameter), name)
+        self._tracked.pop(key, None)
+        self._pending[key] = known or _Tracked(weakref.ref(parameter), name)
         return True
 
     def _take_pending(self, keys: Iterable[int]) -> list[_Tracked]:
@@ -228,7 +236,7 @@ class Adopter:
             if answer in (_C.Adoption.DONE, _C.Adoption.ALREADY):
                 self._tracked[id(parameter)] = entry
                 self._hook_gradient(parameter, entry)
-            elif answer is _C.Adoption.OVERLAPPING:
+            elif answer == _C.Adoption.OVERLAPPING:
                 self._left_out[id(parameter)] = weakref.ref(parameter)
                 warnings.warn(
                     f"parameter {entry.name!r} is left out of management: several of its elements "
@@ -246,6 +254,26 @@ class Adopter:
     def _mark_seen(self, module: nn.Module) -> None:
         key = id(module)
         self._seen_modules[key] = weakref.ref(module, lambda _: self._seen_modules.pop(key, None))
+
+
+def _warn_of_aliases(postponed: list[_Tracked]) -> None:
+    """Tells once of parameters that an alias keeps out of management.
+
+    Not at the first boundary: a graph that is still alive may hold views of them.
+    """
+    names = []
+    for tracked in postponed:
+        tracked.num_postponed += 1
+        if tracked.num_postponed == 2:
+            names.append(tracked.name)
+    if names:
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        warnings.warn(
+            f"parameters {shown} are not managed yet: other tensors share their memory (made by "
+            "detach(), .data or a view, or kept by a graph); drop those, or build the model after "
+            "patrickstar.init()",
+            stacklevel=2,
+        )
 
 
 def _is_adoptable(parameter: torch.Tensor) -> bool:

@@ -3,8 +3,8 @@
 
 Each tests the managed bit first and costs that one test otherwise; ``close()`` restores torch.
 On a managed tensor they raise our error unless the tensor is held by ``patrickstar.resident``,
-because an address they gave out would dangle after the next eviction. ``deepcopy`` and
-``tolist`` give the right answer.
+because an address they gave out would dangle after the next eviction. ``tolist`` gives the right
+answer; so does ``deepcopy``, and its result is managed too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from patrickstar import _C
 from patrickstar.errors import Unsupported
@@ -33,26 +34,30 @@ _READERS = (
 class RawAccess:
     """Installs the patches and takes them away again."""
 
-    def __init__(self) -> None:
-        self._originals: dict[str, Any] = {}
+    def __init__(self, adopt_copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        self._adopt_copy = adopt_copy
+        self._originals: list[tuple[type, str, Any]] = []
 
     def open(self) -> None:
         for name in _READERS:
-            self._patch(name, _refusing(name, getattr(torch.Tensor, name)))
-        self._patch("__deepcopy__", _copying(torch.Tensor.__deepcopy__))
-        self._patch("tolist", _cloning(torch.Tensor.tolist))
+            self._patch(torch.Tensor, name, _refusing(name, getattr(torch.Tensor, name)))
+        self._patch(torch.Tensor, "tolist", _cloning(torch.Tensor.tolist))
+        for owner in (torch.Tensor, nn.Parameter):
+            copying = _copying(owner, owner.__deepcopy__, self._adopt_copy)
+            self._patch(owner, "__deepcopy__", copying)
 
     def close(self) -> None:
-        for name, original in self._originals.items():
+        for owner, name, original in self._originals:
             if original is None:
-                delattr(torch.Tensor, name)
+                delattr(owner, name)
             else:
-                setattr(torch.Tensor, name, original)
+                setattr(owner, name, original)
         self._originals.clear()
 
-    def _patch(self, name: str, replacement: Callable[..., Any]) -> None:
-        self._originals[name] = torch.Tensor.__dict__.get(name)  # None: inherited from the C type
-        setattr(torch.Tensor, name, replacement)
+    def _patch(self, owner: type, name: str, replacement: Callable[..., Any]) -> None:
+        original = owner.__dict__.get(name)  # None: inherited from the C type
+        self._originals.append((owner, name, original))
+        setattr(owner, name, replacement)
 
 
 def _refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,15 +82,24 @@ def _cloning(original: Callable[..., Any]) -> Callable[..., Any]:
     return read
 
 
-def _copying(original: Callable[..., Any]) -> Callable[..., Any]:
+def _copying(
+    owner: type,
+    original: Callable[..., Any],
+    adopt_copy: Callable[[torch.Tensor, torch.Tensor], None],
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> Any:
-        if not _C.is_managed(self) or not self.is_leaf or type(self) is not torch.Tensor:
+        if not _C.is_managed(self) or not self.is_leaf or type(self) is not owner:
             return original(self, memo)
         if id(self) in memo:
             return memo[id(self)]
-        copy = self.detach().clone().requires_grad_(self.requires_grad)
+        copy = self.detach().clone(memory_format=torch.preserve_format)
+        if owner is nn.Parameter:
+            copy = nn.Parameter(copy, self.requires_grad)
+        else:
+            copy.requires_grad_(self.requires_grad)
         memo[id(self)] = copy
+        adopt_copy(self, copy)
         return copy
 
     return deepcopy

@@ -43,7 +43,7 @@ class Session:
         self._log = RunLog(config.log) if config.log is not None else None
         self._adopter = Adopter(pending_bytes=min(config.chunk_size, config.host_memory // 8))
         self._optimizer_hooks = OptimizerHooks(self._adopter, self._on_boundary)
-        self._raw_access = RawAccess()
+        self._raw_access = RawAccess(self._adopter.adopt_copy)
         self._steps = 0
         self._start = time.monotonic()
         self._last_record: Mapping[str, Any] = {}
@@ -114,23 +114,24 @@ class Session:
     def _manage_tensor(self, tensor: torch.Tensor) -> None:
         name = f"tensor of shape {tuple(tensor.shape)}"
         answer = self._adopter.adopt_now(tensor, name)
-        if answer is _C.Adoption.ALIASED:
+        if answer == _C.Adoption.ALIASED:
             raise InvalidArgument(
                 f"cannot manage a {name}: another tensor shares its memory and would stop "
                 "following it; drop that tensor first, or manage a clone()"
             )
-        if answer is _C.Adoption.OVERLAPPING:
+        if answer == _C.Adoption.OVERLAPPING:
             raise InvalidArgument(
                 f"cannot manage a {name} and strides {tensor.stride()}: several of its elements "
                 "share memory; manage a contiguous() copy"
             )
-        if answer is _C.Adoption.LEFT_ALONE and tensor.numel() > 0:
+        if answer == _C.Adoption.LEFT_ALONE and tensor.numel() > 0:
             raise InvalidArgument(
                 f"cannot manage a {name}, layout {tensor.layout}, device {tensor.device}: "
                 "expected an ordinary dense tensor on the CPU"
             )
 
     def _on_boundary(self) -> None:
+        _C.install_guard()
         self._adopter.sweep()
         _C.free_dead_slots()
         _C.throw_pending_failure()
