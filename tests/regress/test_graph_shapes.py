@@ -12,8 +12,8 @@ import helpers
 import patrickstar
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 
 class Branches(nn.Module):
@@ -246,7 +246,7 @@ def test_resident_bytes_stay_level_when_inputs_need_no_gradient():
             levels.append(patrickstar.stats().host_resident_bytes)
 
         train_frozen_encoder(helpers.Recorder(), measure)
-    # From the first step on: parameters and moments, no gradient; the frozen encoder has no moments.
+    # From the first step on: parameters, and moments of those that train; no gradient.
     assert len(set(levels)) == 1, levels
 
 
@@ -278,7 +278,7 @@ def test_a_gradient_penalty_through_create_graph():
         optimizer = helpers.adamw(model)
         for step in range(3):
             x = torch.randn(4, 32)
-            loss = F.mse_loss(model(x), x)
+            loss = functional.mse_loss(model(x), x)
             gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
             whole = loss + 0.1 * sum(g.pow(2).sum() for g in gradients)
             whole.backward()

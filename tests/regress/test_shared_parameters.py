@@ -7,8 +7,8 @@ import helpers
 import patrickstar
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 
 class TiedHead(nn.Module):
@@ -30,7 +30,7 @@ def train_tied_head(recorder: helpers.Recorder) -> tuple[TiedHead, torch.Tensor]
     optimizer = helpers.adamw(model)
     tokens = torch.randint(64, (4, 8))
     for step in range(2):
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
         loss.backward()
         recorder.step(f"step {step}", loss, model, optimizer)
         optimizer.step()
@@ -110,7 +110,9 @@ def test_a_loss_outside_the_model_reads_its_head_by_attribute():
         for step in range(3):
             hidden, target = model["body"](torch.randn(8, 32)), torch.randint(48, (8,))
             head = model["head"]
-            loss = F.cross_entropy(F.linear(hidden, head.weight, head.bias), target)
+            loss = functional.cross_entropy(
+                functional.linear(hidden, head.weight, head.bias), target
+            )
             loss.backward()
             recorder.step(f"step {step}", loss, model, optimizer)
             optimizer.step()
@@ -175,14 +177,14 @@ def test_an_embedding_shared_by_encoder_decoder_and_output(dtype):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             _, state = self.encoder(self.shared(tokens))
             hidden, _ = self.decoder(self.shared(tokens.flip(1)), state)
-            return F.linear(hidden, self.shared.weight)
+            return functional.linear(hidden, self.shared.weight)
 
     def loop(recorder: helpers.Recorder) -> None:
         model = EncoderDecoder().to(dtype)
         optimizer = helpers.adamw(model)
         tokens = torch.randint(64, (2, 6))
         for step in range(3):
-            loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+            loss = functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
             loss.backward()
             recorder.step(f"step {step}", loss, model, optimizer)
             optimizer.step()
