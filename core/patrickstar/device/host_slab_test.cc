@@ -2,7 +2,9 @@
 #include "patrickstar/device/host_slab.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
+#include <algorithm>
 #include <cstring>
 #include <thread>
 #include <vector>
@@ -50,6 +52,38 @@ TEST(SlabPool, CrowdsOutFreedSlabsBeforePassingTheLimit) {
   EXPECT_EQ(pool.peak_mapped_bytes(), 4 * kPage);
 }
 
+// The memory of the process that has pages, in bytes.
+int64_t ResidentBytes(const HostSlab& slab) {
+  std::vector<unsigned char> pages(static_cast<size_t>(slab.num_bytes() / kPage));
+  EXPECT_EQ(mincore(slab.data(), static_cast<size_t>(slab.num_bytes()), pages.data()), 0);
+  return kPage * std::count_if(pages.begin(), pages.end(),
+                               [](unsigned char page) { return (page & 1) != 0; });
+}
+
+TEST(SlabPool, MovesThePagesOfFreedSlabsIntoOneOfAnotherSize) {
+  constexpr int64_t kUnit = int64_t{2} << 20;
+  SlabPool pool(5 * kUnit);
+  std::vector<HostSlab> slabs;
+  slabs.push_back(pool.Allocate(2 * kUnit + kPage, false));
+  slabs.push_back(pool.Allocate(2 * kUnit - kPage, false));
+  for (HostSlab& slab : slabs) {
+    std::memset(slab.data(), 0x7f, static_cast<size_t>(slab.num_bytes()));
+    pool.Free(std::move(slab));
+  }
+  HostSlab big = pool.Allocate(4 * kUnit + kPage, false);
+  EXPECT_GE(ResidentBytes(big), 3 * kUnit);  // whole units: two of the first, one of the second
+  EXPECT_EQ(pool.peak_mapped_bytes(), 5 * kUnit);
+  std::memset(big.data(), 1, static_cast<size_t>(big.num_bytes()));
+  pool.Free(std::move(big));
+  HostSlab zeroed = pool.Allocate(3 * kUnit + 3 * kPage, true);
+  EXPECT_GE(ResidentBytes(zeroed), 3 * kUnit);
+  EXPECT_TRUE(std::all_of(zeroed.data(), zeroed.data() + zeroed.num_bytes(),
+                          [](std::byte byte) { return byte == std::byte{0}; }));
+  pool.Free(std::move(zeroed));
+  pool.Trim();
+  EXPECT_EQ(pool.mapped_bytes(), 0);
+}
+
 TEST(SlabPool, TrimUnmapsWhatNobodyUses) {
   SlabPool pool(4 * kPage);
   pool.Free(pool.Allocate(2 * kPage, false));
@@ -62,6 +96,16 @@ TEST(SlabPool, ALowerLimitUnmapsFreedSlabsAtOnce) {
   pool.Free(pool.Allocate(3 * kPage, false));
   pool.set_limit_bytes(kPage);
   EXPECT_EQ(pool.mapped_bytes(), 0);
+}
+
+TEST(SlabPool, MakesRoomForBytesMappedElsewhere) {
+  SlabPool pool(4 * kPage);
+  pool.Free(pool.Allocate(3 * kPage, false));
+  pool.AddOutside(2 * kPage);
+  EXPECT_EQ(pool.mapped_bytes(), 0);
+  pool.AddOutside(-2 * kPage);
+  pool.Free(pool.Allocate(3 * kPage, false));
+  EXPECT_EQ(pool.mapped_bytes(), 3 * kPage);
 }
 
 TEST(SlabPool, SaysHowManyBytesTheSystemRefused) {
