@@ -162,6 +162,11 @@ std::vector<Adoption> Adopt(Engine* engine, const std::vector<at::Tensor>& tenso
     if (answer == Adoption::kDone) accepted.push_back(std::move(candidate));
   }
   ThroughTorch([&] { AdoptCandidates(engine, tensors, names, accepted); });
+  for (const Candidate& candidate : accepted) {
+    if (tensors[candidate.tensors.front()].requires_grad()) {
+      engine->landing_zone().Expect(candidate.num_bytes);
+    }
+  }
   return answers;
 }
 

@@ -76,7 +76,13 @@ void AcquireWithoutGil(Engine* engine, std::span<const ChunkAccess> set, LeaseKi
                        std::string_view what) {
   try {
     const GilReleaseIfHeld without_gil;
-    engine->store().Acquire(set, kind, what);
+    engine->landing_zone().Prepare();
+    try {
+      engine->store().Acquire(set, kind, what);
+    } catch (const OutOfMemory&) {
+      engine->landing_zone().Release();
+      engine->store().Acquire(set, kind, what);
+    }
   } catch (const Error& error) {
     ThrowThroughTorch(error);
   }

@@ -13,6 +13,7 @@
 #include <string>
 #include <string_view>
 
+#include "glue/landing_zone.h"
 #include "glue/slot_registry.h"
 #include "patrickstar/base/clock.h"
 #include "patrickstar/chunk/chunk_store.h"
@@ -49,6 +50,7 @@ class Engine {
 
   ChunkStore& store() { return store_; }
   SlotRegistry& registry() { return registry_; }
+  LandingZone& landing_zone() { return landing_zone_; }
   const EngineOptions& options() const { return options_; }
 
  private:
@@ -58,6 +60,7 @@ class Engine {
   SteadyClock clock_;
   SlotRegistry registry_;
   ChunkStore store_;
+  LandingZone landing_zone_{&store_};
 };
 
 // Takes leases for the calling thread, which may hold the GIL.

@@ -106,7 +106,7 @@ void RegisterResidency(py::module_& module) {
         return std::make_unique<Hold>(Running(), std::move(tensors));
       }))
       .def("release", &Hold::Release);
-  py::class_<Reservation>(module, "Reservation").def("release", &Reservation::Release);
+  py::class_<OutsideBytes>(module, "Reservation").def("release", &OutsideBytes::Release);
   module.def(
       "reserve",
       [](int64_t num_bytes) { return Running()->store().Reserve(num_bytes, "building a model"); },

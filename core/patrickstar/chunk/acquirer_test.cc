@@ -113,7 +113,7 @@ TEST_F(AcquirerTest, OperationsOfOtherThreadsAreNotCountedIntoTheSmallestBudget)
 TEST_F(AcquirerTest, ReservedBytesCountIntoTheSmallestBudget) {
   Open(3);
   const ChunkId wanted = NewWith(1, 3);
-  const Reservation reservation = store_->Reserve(2 * kPage, "building");
+  const OutsideBytes reservation = store_->Reserve(2 * kPage, "building");
   EXPECT_EQ(num_resident_pages(), 2);
   ExpectExactBudget([&] { Use({wanted}); });
 }

@@ -8,6 +8,22 @@
 
 namespace patrickstar {
 
+OutsideBytes::OutsideBytes(Reservation reservation, SlabPool* pool)
+    : reservation_(std::move(reservation)), pool_(pool) {
+  pool_->AddOutside(reservation_.num_bytes());
+}
+
+OutsideBytes& OutsideBytes::operator=(OutsideBytes&& other) noexcept {
+  std::swap(reservation_, other.reservation_);
+  std::swap(pool_, other.pool_);
+  return *this;
+}
+
+void OutsideBytes::Release() {
+  if (reservation_.num_bytes() != 0) pool_->AddOutside(-reservation_.num_bytes());
+  reservation_.Release();
+}
+
 ChunkStore::ChunkStore(StoreOptions options, std::unique_ptr<SpillFile> spill, Binder* binder,
                        Clock* clock)
     : state_(options, std::move(spill), binder, clock),

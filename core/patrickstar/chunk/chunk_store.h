@@ -35,6 +35,25 @@ struct StoreStats {
   int64_t num_held_leases = 0;
 };
 
+// Bytes of the budget for data that lies outside the chunks, while it lives. The store
+// must outlive it.
+class OutsideBytes {
+ public:
+  OutsideBytes(Reservation reservation, SlabPool* pool);
+  OutsideBytes(OutsideBytes&& other) noexcept = default;
+  OutsideBytes& operator=(OutsideBytes&& other) noexcept;
+  ~OutsideBytes() { Release(); }
+
+  int64_t num_bytes() const { return reservation_.num_bytes(); }
+
+  // Gives the bytes back now.
+  void Release();
+
+ private:
+  Reservation reservation_;
+  SlabPool* pool_;
+};
+
 class ChunkStore {
  public:
   // `spill` may be null: then nothing dirty ever leaves memory.
@@ -64,8 +83,8 @@ class ChunkStore {
     return acquirer_.TryAcquire(set, kind);
   }
   void Release(std::span<const ChunkAccess> set, LeaseKind kind) { acquirer_.Release(set, kind); }
-  Reservation Reserve(int64_t num_bytes, std::string_view what) {
-    return acquirer_.Reserve(num_bytes, what);
+  OutsideBytes Reserve(int64_t num_bytes, std::string_view what) {
+    return OutsideBytes(acquirer_.Reserve(num_bytes, what), &state_.pool);
   }
 
   // Whether the budget, less what held leases keep, could hold the set at once.
