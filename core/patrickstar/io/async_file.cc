@@ -256,7 +256,9 @@ void AsyncFile::Submit(IoRequest request) {
 }
 
 void AsyncFile::Shutdown() {
-  if (!is_abandoned()) state_->Join();
+  if (is_abandoned()) return;
+  state_->Join();
+  state_->file->Close();
 }
 
 void AsyncFile::AbandonAfterFork() {

@@ -56,7 +56,7 @@ class AsyncFile {
   // thread, with an Error. The failures given to `done`: IoError, CorruptData, Error.
   void Submit(IoRequest request);
 
-  // Finishes what was submitted and joins the threads. May be called again.
+  // Finishes what was submitted, joins the threads and closes the file. May be called again.
   void Shutdown();
 
   // For a forked child, where the threads do not exist and locks may be held for ever: closes the

@@ -68,6 +68,7 @@ class FaultyFile : public RawFile {
   int64_t alignment() const override { return options_.alignment; }
   const std::string& path() const override { return options_.path; }
   int64_t FreeBytes() const override;
+  void Close() override {}
   void AbandonAfterFork() override {}
 
  private:

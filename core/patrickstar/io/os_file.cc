@@ -152,7 +152,7 @@ std::unique_ptr<OsFile> OsFile::TryOpen(const std::string& directory, Naming nam
 OsFile::OsFile(std::string directory, int descriptor, int64_t alignment)
     : directory_(std::move(directory)), descriptor_(descriptor), alignment_(alignment) {}
 
-OsFile::~OsFile() { close(descriptor_); }
+OsFile::~OsFile() { Close(); }
 
 IoCount OsFile::Read(void* buffer, int64_t num_bytes, int64_t offset) {
   return ToCount(pread(descriptor_, buffer, static_cast<size_t>(num_bytes), offset));
@@ -198,6 +198,12 @@ int OsFile::WriteZeros(int64_t begin, int64_t end) {
     begin += count.num_bytes / alignment_ * alignment_;
   }
   return 0;
+}
+
+void OsFile::Close() {
+  std::lock_guard lock(grow_mutex_);  // not in the middle of a reservation
+  const int descriptor = descriptor_.exchange(kClosed);
+  if (descriptor != kClosed) close(descriptor);
 }
 
 void OsFile::AbandonAfterFork() { close(descriptor_); }

@@ -7,6 +7,7 @@
 // Owns the descriptor. Thread-safe.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -45,15 +46,18 @@ class OsFile : public RawFile {
   int64_t alignment() const override { return alignment_; }
   const std::string& path() const override { return directory_; }
   int64_t FreeBytes() const override;
+  void Close() override;
   void AbandonAfterFork() override;
 
  private:
+  static constexpr int kClosed = -1;
+
   OsFile(std::string directory, int descriptor, int64_t alignment);
   int Reserve(int64_t begin, int64_t end);
   int WriteZeros(int64_t begin, int64_t end);
 
   const std::string directory_;
-  const int descriptor_;
+  std::atomic<int> descriptor_;
   const int64_t alignment_;
   std::mutex grow_mutex_;
   int64_t num_bytes_ = 0;  // Guarded by grow_mutex_.

@@ -15,6 +15,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <iterator>
 #include <thread>
 #include <vector>
 
@@ -82,6 +83,21 @@ class OsFileTest : public testing::Test {
 
   fs::path folder_;
 };
+
+TEST_F(OsFileTest, CloseGivesTheDescriptorBackAndLaterGrowingFails) {
+  const auto num_descriptors = [] {
+    const fs::directory_iterator open("/proc/self/fd");
+    return std::distance(begin(open), end(open));
+  };
+  const auto before = num_descriptors();
+  const auto file = OpenSpillFile(folder_.string());
+  ASSERT_EQ(file->Grow(8192), 0);
+  EXPECT_EQ(num_descriptors(), before + 1);
+  file->Close();
+  file->Close();
+  EXPECT_EQ(num_descriptors(), before);
+  EXPECT_EQ(file->Grow(16384), EBADF);
+}
 
 TEST_F(OsFileTest, CreatesMissingFoldersAndLeavesNoName) {
   const std::string directory = Sub("a/b/c");

@@ -42,6 +42,10 @@ class RawFile {
   // Bytes that the file system still has for this user.
   virtual int64_t FreeBytes() const = 0;
 
+  // Closes the file for good, so that its disk space is free again. Idempotent. Grow() fails later.
+  // REQUIRES: no Read or Write is going on or follows.
+  virtual void Close() = 0;
+
   // Lets go of what a forked child inherited, so that the disk space ends with the parent. Takes
   // no lock. REQUIRES: no other thread is running in this process; the file is not used again,
   // not even destroyed.

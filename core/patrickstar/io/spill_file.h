@@ -72,7 +72,8 @@ class SpillFile {
   // `num_bytes` is what was written; no Write of the slot is going on.
   void Read(const SpillSlot& slot, void* data, int64_t num_bytes, Done done);
 
-  // Finishes what was submitted and joins the threads; later calls of Read and Write fail.
+  // Finishes what was submitted, joins the threads and gives the disk space back; later calls of
+  // Read and Write fail.
   void Shutdown();
 
   // For a forked child: closes its descriptor; Read, Write and Allocate fail at once with an
