@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "glue/landing_zone.h"
 
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -37,6 +38,9 @@ void LandingZone::Prepare() {
     room.emplace(store_.Reserve(num_bytes, "fresh gradients"));
   } catch (const Error&) {
     // The ops need it all; they report what really fails.
+  }
+  if (room) {
+    torch::autograd::Engine::get_default_engine().queue_callback([this] { Release(); });
   }
   std::lock_guard lock(mutex_);
   room_ = std::move(room);

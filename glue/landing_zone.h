@@ -22,7 +22,7 @@ class LandingZone {
   // A trainable parameter of that size is managed: its gradient must have room.
   void Expect(int64_t num_bytes);
 
-  // Before a fetch: takes the room inside a backward pass, gives it back outside.
+  // Before a fetch: takes the room inside a backward pass, until that ends.
   void Prepare();
 
   // A gradient moves into its chunk now, or an op needs every byte.

@@ -119,11 +119,17 @@ class Adopter:
 
     def adopt_now(self, tensor: torch.Tensor, name: str) -> _C.Adoption:
         """Adopts one tensor at its owner's wish, also one that was left out before."""
-        self._left_out.pop(id(tensor), None)
-        if not self._expect(tensor, name):
+        key = id(tensor)
+        self._left_out.pop(key, None)
+        waiting = self._pending.get(key)
+        self._expect(tensor, name if waiting is None else waiting.name)
+        tracked = self._take_pending([key])
+        if not tracked:
             return _C.Adoption.ALREADY if _C.is_managed(tensor) else _C.Adoption.LEFT_ALONE
-        tracked = self._take_pending([id(tensor)])
-        return self._adopt(tracked)[0]
+        answer = self._adopt(tracked)[0]
+        if waiting is not None and answer == _C.Adoption.ALIASED:
+            self._pending[key] = waiting  # its next step boundary may find it free
+        return answer
 
     def leave_out(self, tensor: torch.Tensor) -> None:
         """Makes a tensor ordinary and never adopts it by itself again."""
@@ -195,16 +201,20 @@ class Adopter:
             self._is_building = False
             _C.tune_malloc(False)
 
-    def _expect(self, parameter: torch.Tensor, name: str) -> bool:
-        """Notes a parameter to be adopted; False when there is nothing to do."""
+    def _expect(self, parameter: torch.Tensor, name: str, *, is_known_by: bool = True) -> bool:
+        """Notes a parameter to be adopted; False when there is nothing to do.
+
+        A name that it is not known by serves only until a better one is there.
+        """
         key = id(parameter)
         if key in self._pending:
-            self._pending[key].name = name
+            if is_known_by:
+                self._pending[key].name = name
             return False
         known = self._tracked.get(key)
         if known is not None and known.parameter() is not parameter:
             known = None  # its id was used before by one that is dead
-        if known is not None:
+        if known is not None and is_known_by:
             known.name = name
         if key in self._left_out or not _is_adoptable(parameter):
             return False
