@@ -23,10 +23,16 @@ def parse_options(description: str) -> argparse.Namespace:
     parser.add_argument(
         "text", nargs="*", type=Path, help="text files; none: the Python standard library's sources"
     )
+    add_model_options(parser)
+    add_training_options(parser)
+    return parser.parse_args()
 
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what the model is."""
     model = parser.add_argument_group("model")
     model.add_argument(
-        "--model", type=Path, help="folder of saved weights; the four sizes below are then ignored"
+        "--model", type=Path, help="folder of saved weights; the sizes below are then ignored"
     )
     model.add_argument("--layers", type=positive, default=6, help="number of transformer layers")
     model.add_argument("--width", type=positive, default=384, help="hidden size")
@@ -38,6 +44,9 @@ def parse_options(description: str) -> argparse.Namespace:
         "--vocab", type=positive, default=4096, help="size of the tokenizer trained on the text"
     )
 
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Adds how it is trained, in which memory, and what is written."""
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=positive, default=100, help="number of optimizer steps")
     training.add_argument("--batch-size", type=positive, default=8, help="examples in a step")
@@ -79,4 +88,3 @@ def parse_options(description: str) -> argparse.Namespace:
         metavar="FILE",
         help="write losses, hashes of the result and statistics",
     )
-    return parser.parse_args()
