@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 
-class Interrupted(Exception):
+class InterruptedStepError(Exception):
     """What the tests raise in the middle of a step."""
 
 
@@ -70,7 +70,7 @@ def in_accumulate_hook(model: Raiser, optimizer: torch.optim.Optimizer, x: torch
 
 @pytest.mark.parametrize(
     "error",
-    [Interrupted("stop"), KeyboardInterrupt(), torch.OutOfMemoryError("simulated")],
+    [InterruptedStepError("stop"), KeyboardInterrupt(), torch.OutOfMemoryError("simulated")],
     ids=["exception", "keyboard interrupt", "out of memory"],
 )
 @pytest.mark.parametrize(
