@@ -3,6 +3,7 @@
 // patrickstar._C: one register function for each noun. Types and docstrings for users
 // are in Python; _C.pyi lists what is here.
 #include <malloc.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
@@ -66,6 +67,15 @@ py::dict StatsAsDict() {
   return result;
 }
 
+// The managed storage of a tensor, or of a storage object; null when it is not managed.
+ManagedStorage* ManagedStorageIn(const py::handle& object) {
+  if (torch::isStorage(object.ptr())) {
+    return ManagedStorageOf(torch::createStorage(object.ptr()).unsafeGetStorageImpl());
+  }
+  const auto tensor = py::cast<at::Tensor>(object);
+  return tensor.defined() ? ManagedStorageOf(tensor) : nullptr;
+}
+
 void RegisterEngine(py::module_& module) {
   module.def("set_error_classes", [](const py::object& owner) { SetErrorClasses(owner.ptr()); });
   module.def("install_guard", &InstallGuard);
@@ -111,7 +121,10 @@ void RegisterResidency(py::module_& module) {
       "reserve",
       [](int64_t num_bytes) { return Running()->store().Reserve(num_bytes, "building a model"); },
       py::call_guard<py::gil_scoped_release>());
-  module.def("is_held", [](const at::Tensor& tensor) { return IsHeld(Running(), tensor); });
+  module.def("is_held", [](const py::handle& tensor_or_storage) {
+    const ManagedStorage* const storage = ManagedStorageIn(tensor_or_storage);
+    return storage != nullptr && IsHeld(Running(), *storage);
+  });
 }
 
 void RegisterAdoption(py::module_& module) {
@@ -128,11 +141,11 @@ void RegisterAdoption(py::module_& module) {
   module.def("unmanage", [](const at::Tensor& tensor) {
     if (Engine* const engine = Engine::Get()) Unmanage(engine, tensor);
   });
-  module.def("is_managed", [](const at::Tensor& tensor) {
-    return tensor.defined() && ManagedStorageOf(tensor) != nullptr;
+  module.def("is_managed", [](const py::handle& tensor_or_storage) {
+    return ManagedStorageIn(tensor_or_storage) != nullptr;
   });
-  module.def("name_of", [](const at::Tensor& tensor) {
-    ManagedStorage* const storage = ManagedStorageOf(tensor);
+  module.def("name_of", [](const py::handle& tensor_or_storage) {
+    ManagedStorage* const storage = ManagedStorageIn(tensor_or_storage);
     return storage == nullptr ? std::string() : Running()->registry().NameOf(storage);
   });
   module.def("rename", [](const at::Tensor& tensor, const std::string& name) {

@@ -27,9 +27,8 @@ void Hold::Release() {
   tensors_.clear();
 }
 
-bool IsHeld(Engine* engine, const at::Tensor& tensor) {
-  const ManagedStorage* const storage = ManagedStorageOf(tensor);
-  return storage != nullptr && engine->store().is_held(storage->slot()->chunk);
+bool IsHeld(Engine* engine, const ManagedStorage& storage) {
+  return engine->store().is_held(storage.slot()->chunk);
 }
 
 }  // namespace patrickstar

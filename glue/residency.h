@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "glue/engine.h"
+#include "glue/managed_storage.h"
 
 namespace patrickstar {
 
@@ -30,7 +31,7 @@ class Hold {
   std::vector<ChunkAccess> set_;
 };
 
-// Whether the bytes of a managed tensor stay where they are now.
-bool IsHeld(Engine* engine, const at::Tensor& tensor);
+// Whether a held lease keeps the bytes of a storage where they are.
+bool IsHeld(Engine* engine, const ManagedStorage& storage);
 
 }  // namespace patrickstar

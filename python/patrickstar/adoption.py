@@ -131,13 +131,18 @@ class Adopter:
             self._pending[key] = waiting  # its next step boundary may find it free
         return answer
 
+    def readmit(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Forgets that tensors were left out."""
+        for tensor in tensors:
+            self._left_out.pop(id(tensor), None)
+
     def leave_out(self, tensor: torch.Tensor) -> None:
         """Makes a tensor ordinary and never adopts it by itself again."""
         key = id(tensor)
         for tracked in (self._tracked.pop(key, None), *self._take_pending([key])):
             if tracked is not None and tracked.gradient_hook is not None:
                 tracked.gradient_hook.remove()
-        self._left_out[key] = weakref.ref(tensor, lambda _: self._left_out.pop(key, None))
+        self._mark_left_out(tensor)
         _C.unmanage(tensor)
         if tensor.is_leaf and tensor.grad is not None:
             _C.unmanage(tensor.grad)
@@ -207,10 +212,12 @@ class Adopter:
         A name that it is not known by serves only until a better one is there.
         """
         key = id(parameter)
-        if key in self._pending:
+        waiting = self._pending.get(key)
+        if waiting is not None and waiting.parameter() is parameter:
             if is_known_by:
-                self._pending[key].name = name
+                waiting.name = name
             return False
+        self._take_pending([key])  # of one that is dead, whose id was used again
         known = self._tracked.get(key)
         if known is not None and known.parameter() is not parameter:
             known = None  # its id was used before by one that is dead
@@ -247,7 +254,7 @@ class Adopter:
                 self._tracked[id(parameter)] = entry
                 self._hook_gradient(parameter, entry)
             elif answer == _C.Adoption.OVERLAPPING:
-                self._left_out[id(parameter)] = weakref.ref(parameter)
+                self._mark_left_out(parameter)
                 warnings.warn(
                     f"parameter {entry.name!r} is left out of management: several of its elements "
                     "share memory (it was expanded, or made by as_strided); make it contiguous "
@@ -260,6 +267,10 @@ class Adopter:
         if parameter.requires_grad and parameter.is_leaf and tracked.gradient_hook is None:
             register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
             tracked.gradient_hook = register(_C.take_gradient)
+
+    def _mark_left_out(self, tensor: torch.Tensor) -> None:
+        key = id(tensor)
+        self._left_out[key] = weakref.ref(tensor, lambda _: self._left_out.pop(key, None))
 
     def _mark_seen(self, module: nn.Module) -> None:
         key = id(module)

@@ -10,7 +10,7 @@ answer; so does ``deepcopy``, and its result is managed too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,16 +19,12 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.errors import Unsupported
 
-_READERS = (
-    "numpy",
-    "__array__",
-    "__dlpack__",
-    "data_ptr",
-    "is_shared",
-    "share_memory_",
-    "__reduce_ex__",
-    "new_tensor",
-)
+_READERS = ("numpy", "__array__", "__dlpack__", "data_ptr", "is_shared", "__reduce_ex__")
+# Of an evicted storage torch would end the process in this one; the others raise by themselves.
+_STORAGE_READERS = ("is_shared",)
+# These give the memory itself to others, and it is not ours to give.
+_GIVERS = ("share_memory_",)
+_STORAGE_GIVERS = ("_share_fd_cpu_", "_share_filename_cpu_")
 
 
 class RawAccess:
@@ -39,9 +35,12 @@ class RawAccess:
         self._originals: list[tuple[type, str, Any]] = []
 
     def open(self) -> None:
-        for name in _READERS:
-            self._patch(torch.Tensor, name, _refusing(name, getattr(torch.Tensor, name)))
+        self._refuse(torch.Tensor, _READERS, _C.is_held)
+        self._refuse(torch.UntypedStorage, _STORAGE_READERS, _C.is_held)
+        self._refuse(torch.Tensor, _GIVERS, _never)
+        self._refuse(torch.UntypedStorage, _STORAGE_GIVERS, _never)
         self._patch(torch.Tensor, "tolist", _cloning(torch.Tensor.tolist))
+        self._patch(torch.Tensor, "new_tensor", _on_plain(torch.Tensor.new_tensor))
         for owner in (torch.Tensor, nn.Parameter):
             copying = _copying(owner, owner.__deepcopy__, self._adopt_copy)
             self._patch(owner, "__deepcopy__", copying)
@@ -54,24 +53,49 @@ class RawAccess:
                 setattr(owner, name, original)
         self._originals.clear()
 
+    def _refuse(self, owner: type, names: Iterable[str], is_allowed: Callable[[Any], bool]) -> None:
+        for name in names:
+            self._patch(owner, name, _refusing(name, getattr(owner, name), is_allowed))
+
     def _patch(self, owner: type, name: str, replacement: Callable[..., Any]) -> None:
         original = owner.__dict__.get(name)  # None: inherited from the C type
         self._originals.append((owner, name, original))
         setattr(owner, name, replacement)
 
 
-def _refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _never(tensor_or_storage: object) -> bool:
+    return False
+
+
+def _refusing(
+    name: str, original: Callable[..., Any], is_allowed: Callable[[Any], bool]
+) -> Callable[..., Any]:
+    """Refuses on what is managed, unless it `is_allowed`."""
+
     @functools.wraps(original)
-    def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _C.is_managed(self) and not _C.is_held(self):
+    def read(self: torch.Tensor | torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        if _C.is_managed(self) and not is_allowed(self):
+            remedy = "use tensor.detach().clone() for a copy"
+            if is_allowed is not _never:
+                remedy += ", or `with patrickstar.resident(tensor):` around the access"
             raise Unsupported(
                 f"cannot call {name} on managed tensor {_C.name_of(self)!r}: its memory moves; "
-                "use tensor.detach().clone() for a copy, or "
-                "`with patrickstar.resident(tensor):` around the access"
+                + remedy
             )
         return original(self, *args, **kwargs)
 
     return read
+
+
+def _on_plain(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Asks a plain tensor of the same type: for methods that need no data of their own."""
+
+    @functools.wraps(original)
+    def make(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        plain = torch.empty(0, dtype=self.dtype) if _C.is_managed(self) else self
+        return original(plain, *args, **kwargs)
+
+    return make
 
 
 def _cloning(original: Callable[..., Any]) -> Callable[..., Any]:

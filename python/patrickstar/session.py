@@ -99,6 +99,7 @@ class Session:
     def manage(self, obj: nn.Module | torch.Tensor | Iterable[Any]) -> None:
         """See ``patrickstar.manage``."""
         if isinstance(obj, nn.Module):
+            self._adopter.readmit(obj.parameters())
             self._adopter.adopt_module(obj)
         elif isinstance(obj, torch.Tensor):
             self._manage_tensor(obj)
