@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "glue/landing_zone.h"
 
+#include <malloc.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -13,6 +14,10 @@ namespace {
 
 // At most this part of the budget waits for gradients: the rest has to feed the ops.
 constexpr int64_t kMaxShareOfBudget = 4;
+
+// Gradients that land between two trims of the heap: a trim costs page faults later, well
+// below what fetching as many bytes costs.
+constexpr int64_t kLandedBytesPerTrim = int64_t{64} << 20;
 
 bool IsInsideBackward() { return torch::autograd::get_current_graph_task_id() >= 0; }
 
@@ -40,11 +45,27 @@ void LandingZone::Prepare() {
     // The ops need it all; they report what really fails.
   }
   if (room) {
-    torch::autograd::Engine::get_default_engine().queue_callback([this] { Release(); });
+    torch::autograd::Engine::get_default_engine().queue_callback([this] {
+      Release();
+      malloc_trim(0);
+    });
+    malloc_trim(0);
   }
   std::lock_guard lock(mutex_);
   room_ = std::move(room);
   is_taking_ = false;
+}
+
+void LandingZone::Land(int64_t num_bytes) {
+  bool is_trim_due = false;
+  {
+    std::lock_guard lock(mutex_);
+    landed_bytes_ = room_ ? landed_bytes_ + num_bytes : 0;
+    is_trim_due = landed_bytes_ >= kLandedBytesPerTrim;
+    if (is_trim_due) landed_bytes_ = 0;
+  }
+  Release();
+  if (is_trim_due) malloc_trim(0);
 }
 
 void LandingZone::Release() {

@@ -5,7 +5,10 @@
 // chunks until the post-accumulate hook has moved it, so while a backward pass runs that
 // has to fetch at all, the bytes of the largest one are kept free.
 //
-// A best effort: where the budget cannot spare the bytes, ops come first. Thread-safe.
+// A best effort: where the budget cannot spare the bytes, ops come first. For the same
+// reason the heap's free pages, which no budget knows, go back to the system now and then
+// in such a pass: between buffers that live for different times they add up to a lot.
+// Thread-safe.
 #pragma once
 
 #include <mutex>
@@ -25,7 +28,10 @@ class LandingZone {
   // Before a fetch: takes the room inside a backward pass, until that ends.
   void Prepare();
 
-  // A gradient moves into its chunk now, or an op needs every byte.
+  // A gradient of that size moves into its chunk now.
+  void Land(int64_t num_bytes);
+
+  // An op needs every byte.
   void Release();
 
  private:
@@ -33,6 +39,7 @@ class LandingZone {
   std::mutex mutex_;  // not held while the store makes room
   int64_t largest_bytes_ = 0;
   bool is_taking_ = false;
+  int64_t landed_bytes_ = 0;  // since the heap was last trimmed
   std::optional<OutsideBytes> room_;
 };
 
