@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "patrickstar/chunk/testing/store_test.h"
@@ -239,6 +240,18 @@ TEST_F(AcquirerTest, ACallerWithItsRoomKeepsItsSetWhileItWaits) {
   disk_->Resume();
   both.get();
   one.get();
+}
+
+TEST_F(AcquirerTest, WaitsForMemoryThatIsBeingFreed) {
+  constexpr int64_t kManyPages = 8192;  // so that filling them with garbage takes a while
+  Open(kManyPages, {.stress = {.poison = true}});
+  const ChunkId old = NewWith(1, kManyPages);
+  const ChunkId next = New(kManyPages, Content::kZero);
+  auto discarding =
+      std::async(std::launch::async, [&] { store_->Discard(old, Content::kUndefined); });
+  while (binder_.is_attached(old)) std::this_thread::yield();
+  Use({next});  // nothing is leased and nothing can be evicted: only the garbage is in the way
+  discarding.get();
 }
 
 TEST_F(AcquirerTest, KeepsWhatIsBeingSavedWhenItIsWantedAgain) {

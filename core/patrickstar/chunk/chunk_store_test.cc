@@ -220,6 +220,18 @@ TEST_F(ChunkStoreTest, DestroyDoesNotWaitForWhoWantedTheChunkAndGaveUp) {
   EXPECT_EQ(num_resident_pages(), 0);
 }
 
+TEST_F(ChunkStoreTest, DiscardIsStrongerThanWhoWantedTheChunkAndGaveUp) {
+  Open(1);
+  const ChunkId chunk = NewWith(1);
+  const ChunkId large = New(5);
+  auto evicting = StartEvictAllOnPausedDisk(1);
+  EXPECT_THROW(Use({chunk, large}), OutOfMemory);
+  EXPECT_FALSE(store_->Discard(chunk, Content::kUndefined));
+  disk_->Resume();
+  evicting.get();
+  EXPECT_EQ(num_resident_pages(), 0);
+}
+
 TEST_F(ChunkStoreTest, ALowerBudgetEvictsLeastRecentlyUsedDownToIt) {
   Open(4);
   const ChunkId first = NewWith(1);

@@ -193,7 +193,6 @@ void PayloadMover::EndLoad(ChunkId chunk, const std::exception_ptr& failure) {
   } else {
     state_.table.Apply(chunk, PayloadEvent::kLoaded);
   }
-  if (record.is_dead && record.num_claims == 0) Discard(chunk);
   Flush(lock);
   state_.changed.notify_all();
 }
