@@ -12,6 +12,10 @@
 namespace patrickstar {
 namespace {
 
+// Gradients of one parameter that may exist at once outside its chunk: the second use of
+// a shared parameter makes its own while that of the first waits to be added.
+constexpr int64_t kGradientsInFlight = 2;
+
 // At most this part of the budget waits for gradients: the rest has to feed the ops.
 constexpr int64_t kMaxShareOfBudget = 4;
 
@@ -34,7 +38,8 @@ void LandingZone::Prepare() {
   {
     std::lock_guard lock(mutex_);
     if (room_ || is_taking_) return;
-    num_bytes = std::min(largest_bytes_, store_.stats().budget_bytes / kMaxShareOfBudget);
+    num_bytes = std::min(kGradientsInFlight * largest_bytes_,
+                         store_.stats().budget_bytes / kMaxShareOfBudget);
     if (num_bytes == 0) return;
     is_taking_ = true;
   }

@@ -3,7 +3,7 @@
 // LandingZone: room in the host budget for gradients that autograd has made and that are
 // not in a chunk yet. A fresh gradient is as large as its parameter and exists beside the
 // chunks until the post-accumulate hook has moved it, so while a backward pass runs that
-// has to fetch at all, the bytes of the largest one are kept free.
+// has to fetch at all, room for the largest ones is kept free.
 //
 // A best effort: where the budget cannot spare the bytes, ops come first. For the same
 // reason the heap's free pages, which no budget knows, go back to the system now and then

@@ -156,9 +156,8 @@ void RegisterAdoption(py::module_& module) {
 }
 
 void RegisterOptimizers(py::module_& module) {
-  module.def("begin_native_step", &BeginNativeStep);
+  module.def("begin_native_step", &BeginNativeStep, py::arg("frame"));
   module.def("end_native_step", &EndNativeStep);
-  module.def("reset_native_step", &ResetNativeStep);
   module.def("adopt_state", [](const at::Tensor& parameter, const at::Tensor& state) {
     return AdoptState(Running(), parameter, state);
   });

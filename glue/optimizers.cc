@@ -6,6 +6,7 @@
 
 #include <cstring>
 #include <optional>
+#include <vector>
 
 #include "glue/adoption.h"
 #include "glue/errors.h"
@@ -14,10 +15,38 @@
 namespace patrickstar {
 namespace {
 
+namespace py = pybind11;
+
 using c10::IValue;
 using torch::jit::Stack;
 
-thread_local int num_native_steps = 0;
+// The Python frames of the steps that run on this thread, innermost last. Never freed: a
+// thread may end without the GIL.
+std::vector<py::object>& NativeSteps() {
+  thread_local auto* const native_steps = new std::vector<py::object>();
+  return *native_steps;
+}
+
+bool IsOnTheStack(const py::object& frame) {
+  PyFrameObject* const innermost = PyEval_GetFrame();  // borrowed
+  auto current = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(innermost));
+  while (current) {
+    if (current.is(frame)) return true;
+    PyFrameObject* const next = PyFrame_GetBack(reinterpret_cast<PyFrameObject*>(current.ptr()));
+    current = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(next));
+  }
+  return false;
+}
+
+// Whether a step runs on this thread. One that threw never ended: nobody told us, but its
+// frame is gone from the stack.
+bool IsInsideNativeStep() {
+  std::vector<py::object>& native_steps = NativeSteps();
+  if (native_steps.empty()) return false;
+  const py::gil_scoped_acquire gil;
+  while (!native_steps.empty() && !IsOnTheStack(native_steps.back())) native_steps.pop_back();
+  return !native_steps.empty();
+}
 
 size_t NumArguments(LikeOp like) {
   if (like == LikeOp::kClone) return 2;
@@ -51,22 +80,20 @@ bool IsStateOfAFutureStep(LikeOp like, const at::Tensor& self) {
 
 }  // namespace
 
-void BeginNativeStep() { ++num_native_steps; }
+void BeginNativeStep(py::object frame) { NativeSteps().push_back(std::move(frame)); }
 
 void EndNativeStep() {
-  if (num_native_steps > 0) --num_native_steps;
+  if (!NativeSteps().empty()) NativeSteps().pop_back();
 }
-
-void ResetNativeStep() { num_native_steps = 0; }
 
 bool AnswerLike(LikeOp like, Engine* engine, Stack* stack) {
   const size_t num_arguments = NumArguments(like);
   const at::Tensor self = (*stack)[stack->size() - num_arguments].toTensor();
-  if (num_native_steps == 0 && !IsStateOfAFutureStep(like, self)) return false;
   ManagedStorage* const storage = ManagedStorageOf(self);
   if (storage == nullptr || !FillsItsSlot(self) || !AreOptionsThoseOf(self, like, *stack)) {
     return false;
   }
+  if (!IsStateOfAFutureStep(like, self) && !IsInsideNativeStep()) return false;
   const at::Scalar fill_value = like == LikeOp::kFull
                                     ? (*stack)[stack->size() - num_arguments + 1].toScalar()
                                     : at::Scalar(1);

@@ -8,18 +8,18 @@
 #pragma once
 
 #include <ATen/core/stack.h>
+#include <pybind11/pybind11.h>
 
 #include "glue/engine.h"
 #include "glue/op_facts.h"
 
 namespace patrickstar {
 
-// Brackets a native step on this thread. Nested steps count.
-void BeginNativeStep();
+// Brackets a native step on this thread. Steps may be nested. `frame` is the Python frame
+// that runs the step: when it has left the stack without an EndNativeStep, because the
+// step threw, the step has ended all the same. REQUIRES: the GIL.
+void BeginNativeStep(pybind11::object frame);
 void EndNativeStep();
-
-// Forgets steps that began and never ended on this thread, because one threw.
-void ResetNativeStep();
 
 // Replaces the op's arguments by a managed result and returns true. False when the op is
 // not one to answer; the stack is unchanged then.

@@ -7,6 +7,7 @@ to us, its state is moved into chunks, and the return of ``step()`` is the step 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,6 @@ class OptimizerHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        _C.reset_native_step()
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if torch.compiler.is_compiling():
@@ -56,8 +56,7 @@ class OptimizerHooks:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._adopter.adopt_tensors(parameters)
         _adopt_state(optimizer)
-        _C.reset_native_step()  # a step that threw has not ended
-        _C.begin_native_step()
+        _C.begin_native_step(sys._getframe(1))  # of the wrapper that torch puts around step()
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if torch.compiler.is_compiling():

@@ -68,13 +68,27 @@ def in_accumulate_hook(model: Raiser, optimizer: torch.optim.Optimizer, x: torch
         handle.remove()
 
 
+def in_step(model: Raiser, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    def raise_error(*arguments: object) -> None:
+        raise model.error
+
+    model(x).pow(2).mean().backward()
+    handle = optimizer.register_step_pre_hook(raise_error)
+    try:
+        optimizer.step()
+    finally:
+        handle.remove()
+
+
 @pytest.mark.parametrize(
     "error",
     [InterruptedStepError("stop"), KeyboardInterrupt(), torch.OutOfMemoryError("simulated")],
     ids=["exception", "keyboard interrupt", "out of memory"],
 )
 @pytest.mark.parametrize(
-    "place", [in_forward, in_backward_hook, in_accumulate_hook], ids=lambda f: f.__name__
+    "place",
+    [in_forward, in_backward_hook, in_accumulate_hook, in_step],
+    ids=lambda function: function.__name__,
 )
 def test_a_batch_skipped_after_an_exception(place, error):
     def loop(recorder: helpers.Recorder) -> None:
@@ -88,6 +102,7 @@ def test_a_batch_skipped_after_an_exception(place, error):
             except type(error):
                 optimizer.zero_grad()
                 error.__traceback__ = None  # its frames hold tensors
+                model.stack.layers[1].weight.detach().clone().numpy()  # no step runs any more
                 continue
             loss = model(x).pow(2).mean()
             loss.backward()
