@@ -36,6 +36,7 @@ class Buffer {
   explicit Buffer(int64_t num_bytes) : num_bytes_(static_cast<size_t>(num_bytes)) {
     data_ = mmap(nullptr, num_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data_ == MAP_FAILED) throw std::bad_alloc();
+    madvise(data_, num_bytes_, MADV_HUGEPAGE);  // direct I/O into small pages is half as fast
     std::memset(data_, 0x5a, num_bytes_);
   }
   ~Buffer() { munmap(data_, num_bytes_); }
