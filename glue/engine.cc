@@ -80,7 +80,7 @@ void AcquireWithoutGil(Engine* engine, std::span<const ChunkAccess> set, LeaseKi
     try {
       engine->store().Acquire(set, kind, what);
     } catch (const OutOfMemory&) {
-      engine->landing_zone().Release();
+      engine->landing_zone().GiveUp();
       engine->store().Acquire(set, kind, what);
     }
   } catch (const Error& error) {

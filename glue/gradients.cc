@@ -14,7 +14,7 @@ void TakeGradient(Engine* engine, const at::Tensor& parameter) {
       gradient.numel() != parameter.numel()) {
     return;
   }
-  engine->landing_zone().Land(static_cast<int64_t>(gradient.nbytes()));
+  engine->landing_zone().Release();
   MoveIntoGroup(engine, gradient, *storage->slot(), Kind::kGrad,
                 engine->registry().NameOf(storage) + ".grad",
                 [&](const at::Tensor& managed) { parameter.mutable_grad() = managed; });

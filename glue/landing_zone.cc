@@ -2,8 +2,6 @@
 #include "glue/landing_zone.h"
 
 #include <malloc.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 
@@ -19,11 +17,9 @@ constexpr int64_t kGradientsInFlight = 2;
 // At most this part of the budget waits for gradients: the rest has to feed the ops.
 constexpr int64_t kMaxShareOfBudget = 4;
 
-// Gradients that land between two trims of the heap: a trim costs page faults later, well
-// below what fetching as many bytes costs.
-constexpr int64_t kLandedBytesPerTrim = int64_t{64} << 20;
-
-bool IsInsideBackward() { return torch::autograd::get_current_graph_task_id() >= 0; }
+// Bytes fetched between two trims of the heap: a trim costs page faults later, well below
+// what fetching as many bytes costs.
+constexpr int64_t kFetchedBytesPerTrim = int64_t{128} << 20;
 
 }  // namespace
 
@@ -32,51 +28,53 @@ void LandingZone::Expect(int64_t num_bytes) {
   largest_bytes_ = std::max(largest_bytes_, num_bytes);
 }
 
-void LandingZone::Prepare() {
-  if (!IsInsideBackward()) return Release();
-  int64_t num_bytes = 0;
+bool LandingZone::IsTakingDue(int64_t* num_bytes) {
+  const StoreStats stats = store_.stats();
+  bool is_trim_due = false;
   {
     std::lock_guard lock(mutex_);
-    if (room_ || is_taking_) return;
-    num_bytes = std::min(kGradientsInFlight * largest_bytes_,
-                         store_.stats().budget_bytes / kMaxShareOfBudget);
-    if (num_bytes == 0) return;
-    is_taking_ = true;
+    is_trim_due = stats.counters.fetched_bytes - trimmed_at_bytes_ >= kFetchedBytesPerTrim;
+    if (is_trim_due) trimmed_at_bytes_ = stats.counters.fetched_bytes;
+    *num_bytes =
+        std::min(kGradientsInFlight * largest_bytes_, stats.budget_bytes / kMaxShareOfBudget);
+    const bool is_wanted = stats.counters.num_evictions != 0 && num_steps_ == 0 && !is_given_up_;
+    if (!is_wanted || room_ || is_taking_ || *num_bytes == 0) *num_bytes = 0;
+    is_taking_ = is_taking_ || *num_bytes != 0;
   }
+  if (is_trim_due) malloc_trim(0);
+  return *num_bytes != 0;
+}
+
+void LandingZone::Prepare() {
+  int64_t num_bytes = 0;
+  if (!IsTakingDue(&num_bytes)) return;
   std::optional<OutsideBytes> room;
   try {
     room.emplace(store_.Reserve(num_bytes, "fresh gradients"));
   } catch (const Error&) {
     // The ops need it all; they report what really fails.
   }
-  if (room) {
-    torch::autograd::Engine::get_default_engine().queue_callback([this] {
-      Release();
-      malloc_trim(0);
-    });
-    malloc_trim(0);
-  }
   std::lock_guard lock(mutex_);
+  is_given_up_ = is_given_up_ || !room;
   room_ = std::move(room);
   is_taking_ = false;
-}
-
-void LandingZone::Land(int64_t num_bytes) {
-  bool is_trim_due = false;
-  {
-    std::lock_guard lock(mutex_);
-    landed_bytes_ = room_ ? landed_bytes_ + num_bytes : 0;
-    is_trim_due = landed_bytes_ >= kLandedBytesPerTrim;
-    if (is_trim_due) landed_bytes_ = 0;
-  }
-  Release();
-  if (is_trim_due) malloc_trim(0);
 }
 
 void LandingZone::Release() {
   std::optional<OutsideBytes> room;
   std::lock_guard lock(mutex_);
   room.swap(room_);
+}
+
+void LandingZone::GiveUp() {
+  Release();
+  std::lock_guard lock(mutex_);
+  is_given_up_ = true;
+}
+
+void LandingZone::BeginStep() {
+  ++num_steps_;
+  Release();
 }
 
 }  // namespace patrickstar

@@ -2,15 +2,16 @@
 //
 // LandingZone: room in the host budget for gradients that autograd has made and that are
 // not in a chunk yet. A fresh gradient is as large as its parameter and exists beside the
-// chunks until the post-accumulate hook has moved it, so while a backward pass runs that
-// has to fetch at all, room for the largest ones is kept free.
+// chunks until the post-accumulate hook has moved it. So once chunks have to leave memory
+// at all, room for the largest gradients is kept free outside of optimizer steps.
 //
 // A best effort: where the budget cannot spare the bytes, ops come first. For the same
 // reason the heap's free pages, which no budget knows, go back to the system now and then
-// in such a pass: between buffers that live for different times they add up to a lot.
+// while chunks are fetched: between buffers that live for different times they add up.
 // Thread-safe.
 #pragma once
 
+#include <atomic>
 #include <mutex>
 #include <optional>
 
@@ -25,21 +26,29 @@ class LandingZone {
   // A trainable parameter of that size is managed: its gradient must have room.
   void Expect(int64_t num_bytes);
 
-  // Before a fetch: takes the room inside a backward pass, until that ends.
+  // Before a fetch.
   void Prepare();
 
-  // A gradient of that size moves into its chunk now.
-  void Land(int64_t num_bytes);
-
-  // An op needs every byte.
+  // A gradient moves into its chunk now: it may use the room.
   void Release();
 
+  // An op needs every byte: there is no room from now on.
+  void GiveUp();
+
+  // Around an optimizer step, which makes no gradients.
+  void BeginStep();
+  void EndStep() { --num_steps_; }
+
  private:
+  bool IsTakingDue(int64_t* num_bytes);
+
   ChunkStore& store_;
+  std::atomic<int> num_steps_{0};
   std::mutex mutex_;  // not held while the store makes room
   int64_t largest_bytes_ = 0;
+  int64_t trimmed_at_bytes_ = 0;  // fetched when the heap was last trimmed
+  bool is_given_up_ = false;
   bool is_taking_ = false;
-  int64_t landed_bytes_ = 0;  // since the heap was last trimmed
   std::optional<OutsideBytes> room_;
 };
 

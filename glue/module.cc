@@ -156,8 +156,17 @@ void RegisterAdoption(py::module_& module) {
 }
 
 void RegisterOptimizers(py::module_& module) {
-  module.def("begin_native_step", &BeginNativeStep, py::arg("frame"));
-  module.def("end_native_step", &EndNativeStep);
+  module.def(
+      "begin_native_step",
+      [](py::object frame) {
+        BeginNativeStep(std::move(frame));
+        Running()->landing_zone().BeginStep();
+      },
+      py::arg("frame"));
+  module.def("end_native_step", [] {
+    EndNativeStep();
+    Running()->landing_zone().EndStep();
+  });
   module.def("adopt_state", [](const at::Tensor& parameter, const at::Tensor& state) {
     return AdoptState(Running(), parameter, state);
   });

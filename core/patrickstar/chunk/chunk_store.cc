@@ -147,7 +147,7 @@ StoreStats ChunkStore::stats() {
     stats.num_held_leases += state_.table[chunk].num_held_leases;
   }
   stats.managed_bytes = state_.managed_bytes;
-  stats.resident_bytes = state_.budget.used_bytes();
+  stats.resident_bytes = state_.budget.used_bytes() - state_.pool.outside_bytes();
   stats.peak_bytes = state_.budget.peak_bytes();
   stats.budget_bytes = state_.budget.limit_bytes();
   stats.mapped_bytes = state_.pool.mapped_bytes();

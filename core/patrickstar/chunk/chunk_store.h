@@ -24,8 +24,8 @@ struct StoreStats {
   StoreCounters counters;
   int64_t num_chunks = 0;
   int64_t managed_bytes = 0;   // of all payloads, if all were resident
-  int64_t resident_bytes = 0;  // reserved on the compute tier now
-  int64_t peak_bytes = 0;      // the most that was reserved
+  int64_t resident_bytes = 0;  // of payloads on the compute tier now
+  int64_t peak_bytes = 0;      // the most that was reserved, OutsideBytes included
   int64_t budget_bytes = 0;
   int64_t mapped_bytes = 0;  // mapped now, freed slabs included
   int64_t peak_mapped_bytes = 0;

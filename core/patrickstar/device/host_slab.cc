@@ -135,6 +135,11 @@ void SlabPool::AddOutside(int64_t num_bytes) {
   CrowdOut(0);
 }
 
+int64_t SlabPool::outside_bytes() const {
+  std::lock_guard lock(mutex_);
+  return outside_bytes_;
+}
+
 int64_t SlabPool::mapped_bytes() const {
   std::lock_guard lock(mutex_);
   return mapped_bytes_;

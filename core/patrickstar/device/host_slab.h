@@ -64,6 +64,7 @@ class SlabPool {
   void PrepareFork() { mutex_.lock(); }
   void ResumeAfterFork() { mutex_.unlock(); }
 
+  int64_t outside_bytes() const;
   int64_t mapped_bytes() const;
   int64_t peak_mapped_bytes() const;
   void reset_peak();
