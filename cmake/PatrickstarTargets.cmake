@@ -56,7 +56,6 @@ function(patrickstar_benchmarks path)
   foreach(source IN LISTS sources)
     get_filename_component(name "${source}" NAME_WE)
     add_executable(${name} "${source}" ${shared})
-    target_link_libraries(${name} PRIVATE ${PATRICKSTAR_CORE_LIBRARIES} patrickstar_options
-                                          benchmark::benchmark)
+    target_link_libraries(${name} PRIVATE ${PATRICKSTAR_CORE_LIBRARIES} patrickstar_options)
   endforeach()
 endfunction()

@@ -23,10 +23,10 @@ struct Candidate {
   bool is_whole_storage = false;  // else the one tensor's own bytes
 };
 
+// torch keeps the descriptor of memory that it shares; that of a mapped file is closed.
 bool IsSharedBetweenProcesses(const c10::StorageImpl& storage) {
-  return at::MapAllocator::fromDataPtr(storage.data_ptr()) != nullptr &&
-         storage.data_ptr().get_deleter() != nullptr &&
-         at::RefcountedMapAllocator::fromDataPtr(storage.data_ptr()) != nullptr;
+  const at::MapAllocator* const map = at::MapAllocator::fromDataPtr(storage.data_ptr());
+  return map != nullptr && map->fd() != -1;
 }
 
 // Whether `num_tensors` tensors are all that use a storage. Its Python wrapper, once made,
@@ -172,6 +172,11 @@ std::vector<Adoption> Adopt(Engine* engine, const std::vector<at::Tensor>& tenso
 
 void Unmanage(Engine* engine, const at::Tensor& tensor) {
   if (ManagedStorage* const storage = ManagedStorageOf(tensor)) {
+    if (engine->store().is_held(storage->slot()->chunk)) {
+      ThrowThroughTorch(
+          Unsupported("cannot unmanage a tensor that patrickstar.resident holds, or a neighbour in "
+                      "its chunk: an address may be in use; leave the `with` block first"));
+    }
     ThroughTorch([&] {
       const GilReleaseIfHeld without_gil;
       engine->registry().MakePlain(storage);

@@ -64,6 +64,9 @@ void RegisterErrorTranslator() {
   pybind11::register_local_exception_translator([](std::exception_ptr pending) {
     try {
       if (pending) std::rethrow_exception(pending);
+    } catch (const IoError& error) {
+      const auto arguments = pybind11::make_tuple(error.what(), error.error_number());
+      PyErr_SetObject(PythonClassOf(error), arguments.ptr());
     } catch (const Error& error) {
       PyErr_SetString(PythonClassOf(error), error.what());
     } catch (torch::PyTorchError& error) {

@@ -137,7 +137,10 @@ class GuardKernel final : public c10::OperatorKernel {
     Engine* const engine = Engine::Get();
     if (engine == nullptr) return Redispatch(op, keys, stack);
     if (has_dead_slots()) {
-      ThroughTorch([engine] { engine->registry().FreeDeadSlots(); });
+      ThroughTorch([engine] {
+        const GilReleaseIfHeld without_gil;  // may wait for a transfer
+        engine->registry().FreeDeadSlots();
+      });
     }
     if (facts_.like != LikeOp::kNone && AnswerLike(facts_.like, engine, stack)) return;
     if (!facts_.is_data_needed) {

@@ -76,7 +76,7 @@ inline bool has_managed_key(const c10::TensorImpl* tensor) {
 at::Tensor MakeManagedTensor(c10::Storage storage, caffe2::TypeMeta dtype, at::IntArrayRef sizes,
                              at::IntArrayRef strides, int64_t storage_offset);
 
-// A tensor over the storage, or over memory, that the guard does not see. For use under a lease.
+// A tensor over memory, which the guard does not see. For use under a lease.
 at::Tensor MakeRawTensor(void* data, const at::Tensor& like);
 
 // Slots whose storages died, newest first, linked by next_dead; the list is empty then.

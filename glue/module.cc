@@ -98,7 +98,6 @@ void RegisterEngine(py::module_& module) {
   module.def("stop_at_exit", &Engine::StopAtExit, py::call_guard<py::gil_scoped_release>());
   module.def("is_running", [] { return Engine::Get() != nullptr; });
   module.def("stats", &StatsAsDict);
-  module.def("reset_peaks", [] { Running()->store().reset_peaks(); });
   module.def(
       "free_dead_slots", [] { Running()->registry().FreeDeadSlots(); },
       py::call_guard<py::gil_scoped_release>());

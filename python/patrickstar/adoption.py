@@ -44,13 +44,21 @@ class _Tracked:
     parameter: weakref.ref[torch.Tensor]
     name: str
     gradient_hook: RemovableHandle | None = None
-    reservation: _C.Reservation | None = None
+    reservation: _C.Reservation | None = None  # of a pending one
+    reserved_bytes: int = 0
     num_postponed: int = 0  # step boundaries at which it could not be adopted
 
-    def release(self) -> None:
+    def reserve(self, num_bytes: int) -> None:
+        self.reservation = _C.reserve(num_bytes)
+        self.reserved_bytes = num_bytes
+
+    def release(self) -> int:
+        """Gives the reservation back; returns its bytes."""
+        num_bytes, self.reserved_bytes = self.reserved_bytes, 0
         if self.reservation is not None:
             self.reservation.release()
             self.reservation = None
+        return num_bytes
 
 
 class Adopter:
@@ -103,9 +111,7 @@ class Adopter:
         """Adopts tensors that belong to no module."""
         for tensor in tensors:
             if not _C.is_managed(tensor):
-                known = self._pending.get(id(tensor)) or self._tracked.get(id(tensor))
-                name = f"tensor of shape {tuple(tensor.shape)}"
-                self._expect(tensor, name if known is None else known.name)
+                self._expect(tensor, f"tensor of shape {tuple(tensor.shape)}", is_known_by=False)
         self.flush()
 
     def adopt_copy(self, original: torch.Tensor, copy: torch.Tensor) -> None:
@@ -122,11 +128,11 @@ class Adopter:
         key = id(tensor)
         self._left_out.pop(key, None)
         waiting = self._pending.get(key)
-        self._expect(tensor, name if waiting is None else waiting.name)
-        tracked = self._take_pending([key])
-        if not tracked:
+        self._expect(tensor, name, is_known_by=False)
+        taken = self._take_pending([key])
+        if not taken:
             return _C.Adoption.ALREADY if _C.is_managed(tensor) else _C.Adoption.LEFT_ALONE
-        answer = self._adopt(tracked)[0]
+        answer = self._adopt(taken)[0]
         if waiting is not None and answer == _C.Adoption.ALIASED:
             self._pending[key] = waiting  # its next step boundary may find it free
         return answer
@@ -139,13 +145,14 @@ class Adopter:
     def leave_out(self, tensor: torch.Tensor) -> None:
         """Makes a tensor ordinary and never adopts it by itself again."""
         key = id(tensor)
-        for tracked in (self._tracked.pop(key, None), *self._take_pending([key])):
-            if tracked is not None and tracked.gradient_hook is not None:
-                tracked.gradient_hook.remove()
-        self._mark_left_out(tensor)
         _C.unmanage(tensor)
         if tensor.is_leaf and tensor.grad is not None:
             _C.unmanage(tensor.grad)
+        self._take_pending([key])
+        tracked = self._tracked.pop(key, None)
+        if tracked is not None and tracked.gradient_hook is not None:
+            tracked.gradient_hook.remove()
+        self._mark_left_out(tensor)
 
     def sweep(self) -> None:
         """At a step boundary: adopts what was re-pointed or postponed, follows requires_grad."""
@@ -169,13 +176,12 @@ class Adopter:
         try:
             answers = self._adopt(taken)
         except BaseException:
-            self._pending.update({id(t.parameter()): t for t in taken})
+            self._pending.update({id(parameter): tracked for tracked, parameter in taken})
             raise
-        for tracked, answer in zip(taken, answers, strict=True):
+        for (tracked, parameter), answer in zip(taken, answers, strict=True):
             if answer == _C.Adoption.ALIASED:
+                self._pending[id(parameter)] = tracked
                 postponed.append(tracked)
-        for tracked in postponed:
-            self._pending[id(tracked.parameter())] = tracked
         if is_boundary:
             _warn_of_aliases(postponed)
 
@@ -189,10 +195,10 @@ class Adopter:
         if self._pending_bytes + num_bytes > self._most_pending_bytes:
             self.flush(but=parameter)
         try:
-            tracked.reservation = _C.reserve(num_bytes)
+            tracked.reserve(num_bytes)
         except OutOfMemory:
             self.flush(but=parameter)
-            tracked.reservation = _C.reserve(num_bytes)
+            tracked.reserve(num_bytes)
         self._pending_bytes += num_bytes
 
     def _on_call(self, module: nn.Module, args: object) -> None:
@@ -229,27 +235,22 @@ class Adopter:
         self._pending[key] = known or _Tracked(weakref.ref(parameter), name)
         return True
 
-    def _take_pending(self, keys: Iterable[int]) -> list[_Tracked]:
-        """Takes parameters off the pending list, those that still live."""
+    def _take_pending(self, keys: Iterable[int]) -> list[tuple[_Tracked, torch.Tensor]]:
+        """Takes parameters off the pending list, with their reservations; those that live."""
         taken = []
         for key in keys:
             tracked = self._pending.pop(key, None)
             if tracked is None:
                 continue
-            if tracked.reservation is not None:
-                parameter = tracked.parameter()
-                self._pending_bytes -= 0 if parameter is None else parameter.nbytes
-                tracked.release()
-            if tracked.parameter() is not None:
-                taken.append(tracked)
-        if not self._pending:
-            self._pending_bytes = 0
+            self._pending_bytes -= tracked.release()
+            parameter = tracked.parameter()
+            if parameter is not None:
+                taken.append((tracked, parameter))
         return taken
 
-    def _adopt(self, tracked: list[_Tracked]) -> list[_C.Adoption]:
-        alive = [(t, p) for t in tracked if (p := t.parameter()) is not None]
-        answers = _C.adopt([p for _, p in alive], [t.name for t, _ in alive])
-        for (entry, parameter), answer in zip(alive, answers, strict=True):
+    def _adopt(self, taken: list[tuple[_Tracked, torch.Tensor]]) -> list[_C.Adoption]:
+        answers = _C.adopt([p for _, p in taken], [tracked.name for tracked, _ in taken])
+        for (entry, parameter), answer in zip(taken, answers, strict=True):
             if answer in (_C.Adoption.DONE, _C.Adoption.ALREADY):
                 self._tracked[id(parameter)] = entry
                 self._hook_gradient(parameter, entry)

@@ -45,7 +45,8 @@ def init(
     second call with the same settings changes nothing.
 
     Sizes are bytes, text such as ``"6GiB"``, or a fraction of what is there. Every argument can
-    also be set by the environment variable ``PATRICKSTAR_<NAME>``; an argument wins.
+    also be set by the environment variable ``PATRICKSTAR_<NAME>``; an argument wins (one equal
+    to its default counts as left out).
 
     Args:
         device: Where the model computes; ``"cpu"``, which is also the default.

@@ -19,7 +19,15 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.errors import Unsupported
 
-_READERS = ("numpy", "__array__", "__dlpack__", "data_ptr", "is_shared", "__reduce_ex__")
+_READERS = (
+    "numpy",
+    "__array__",
+    "__dlpack__",
+    "data_ptr",
+    "const_data_ptr",
+    "is_shared",
+    "__reduce_ex__",
+)
 # Of an evicted storage torch would end the process in this one; the others raise by themselves.
 _STORAGE_READERS = ("is_shared",)
 # These give the memory itself to others, and it is not ours to give.

@@ -71,10 +71,16 @@ class Session:
         """Turns every managed tensor into an ordinary one and stops the engine.
 
         Raises:
+            Error: Tensors are held by ``resident``; management stays on.
             OutOfMemory: Memory cannot take what is on disk; management stays on.
         """
         _C.free_dead_slots()
         counters = _C.stats()
+        if counters["num_leases"]:
+            raise Error(
+                f"cannot shut down: patrickstar.resident holds {counters['num_leases']} chunks; "
+                "leave its `with` block first"
+            )
         outside = counters["managed_bytes"] - counters["host_resident_bytes"]
         room = available_memory()
         if outside > room:
@@ -128,7 +134,7 @@ class Session:
         if answer == _C.Adoption.LEFT_ALONE and tensor.numel() > 0:
             raise InvalidArgument(
                 f"cannot manage a {name}, layout {tensor.layout}, device {tensor.device}: "
-                "expected an ordinary dense tensor on the CPU"
+                "expected an ordinary dense tensor on the CPU, not shared with other processes"
             )
 
     def _on_boundary(self) -> None:
@@ -243,6 +249,7 @@ def unmanage(obj: nn.Module | torch.Tensor | Iterable[Any]) -> None:
 
     Raises:
         OutOfMemory: Memory cannot take them.
+        Unsupported: They are held by ``resident``.
     """
     _running().unmanage(obj)
 
@@ -298,6 +305,7 @@ def shutdown() -> None:
     """Turns every managed tensor into an ordinary one and stops the engine. Does nothing when off.
 
     Raises:
+        Error: Tensors are held by ``resident``; management stays on.
         OutOfMemory: Memory cannot take what is on disk; management stays on.
     """
     if _session is not None:

@@ -4,7 +4,6 @@
 // Thread-safe.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 
 namespace patrickstar {
@@ -22,16 +21,6 @@ class SteadyClock final : public Clock {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
         .count();
   }
-};
-
-// A clock that moves only when told to.
-class FakeClock final : public Clock {
- public:
-  double NowSeconds() const override { return now_.load(); }
-  void Advance(double seconds) { now_.store(now_.load() + seconds); }
-
- private:
-  std::atomic<double> now_{0.0};
 };
 
 }  // namespace patrickstar

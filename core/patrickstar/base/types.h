@@ -15,14 +15,8 @@ inline constexpr ChunkId kNoChunk = UINT32_MAX;
 // What the bytes of a chunk are. Chunks of different kinds never mix.
 enum class Kind : uint8_t { kParam, kComputeCopy, kGrad, kState };
 
-// Where bytes can be. The compute tier is kDevice with an accelerator, kHost without.
-enum class Tier : uint8_t { kDevice, kHost, kDisk };
-
 // What an access does to the bytes.
 enum class Access : uint8_t { kRead, kWrite };
-
-const char* KindName(Kind kind);
-const char* TierName(Tier tier);
 
 // Alignment of every tensor inside a chunk: BLAS kernels see the alignment that
 // torch's own allocator gives, so the bits of their results are the same.

@@ -379,7 +379,7 @@ void Acquirer::ThrowOutOfMemory(std::unique_lock<std::mutex>& lock, const Reques
       foreign_bytes + (is_spill_possible ? at_once_bytes : std::max(managed, at_once_bytes));
   message +=
       StrCat("; raise host_memory to at least ", needed, " bytes (", FormatBytes(needed), ")");
-  if (!is_spill_possible) message += " or name a spill_dir";
+  if (!is_spill_possible) message += " or let it spill (spill_dir, disk_space)";
   lock.lock();
   throw OutOfMemory(message);
 }

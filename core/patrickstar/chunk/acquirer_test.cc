@@ -131,7 +131,7 @@ TEST_F(AcquirerTest, WithoutADiskTheNamedBudgetHoldsEverything) {
   NewWith(2);
   const ChunkId third = New();
   const std::string message = MessageOf<OutOfMemory>([&] { Write(third, 3); });
-  EXPECT_NE(message.find("or name a spill_dir"), std::string::npos) << message;
+  EXPECT_NE(message.find("or let it spill (spill_dir, disk_space)"), std::string::npos) << message;
   ExpectExactBudget([&] { Write(third, 3); });
 }
 

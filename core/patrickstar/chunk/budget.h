@@ -61,7 +61,6 @@ class Budget {
   int64_t used_bytes() const { return used_bytes_.load(); }
   int64_t free_bytes() const { return limit_bytes() - used_bytes(); }
   int64_t peak_bytes() const { return peak_bytes_.load(); }
-  void reset_peak() { peak_bytes_.store(used_bytes()); }
 
  private:
   friend class Reservation;

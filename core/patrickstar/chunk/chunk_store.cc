@@ -160,11 +160,6 @@ StoreStats ChunkStore::stats() {
   return stats;
 }
 
-void ChunkStore::reset_peaks() {
-  state_.budget.reset_peak();
-  state_.pool.reset_peak();
-}
-
 void ChunkStore::Shutdown() {
   std::unique_lock lock(state_.mutex);
   if (state_.is_forked || state_.is_shut_down) return;

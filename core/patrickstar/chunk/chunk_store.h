@@ -108,7 +108,6 @@ class ChunkStore {
   void ThrowPendingFailure();
 
   StoreStats stats();
-  void reset_peaks();
 
   // Ends all transfers and joins the I/O threads. Later fetches throw. Idempotent.
   void Shutdown();

@@ -41,7 +41,7 @@ struct ChunkRecord {
   uint64_t last_use = 0;    // tick of the latest lease
 
   bool is_wanted = false;      // a caller waits for the end of a save: keep the bytes
-  bool is_dead = false;        // discarded during a transfer: goes when its I/O returns
+  bool is_dead = false;        // discarded while leased, claimed or moving: goes when that ends
   bool is_destroyed = false;   // the chunk is gone; its id is never reused
   std::exception_ptr failure;  // of a load, in state kFailed
   uint64_t save_failure = 0;   // serial number of its latest failed write-back; 0 is none

@@ -31,7 +31,7 @@ enum class PayloadEvent : uint8_t {
   kReserve,     // an acquirer has reserved its bytes
   kLoaded,      // every byte is there
   kLoadFailed,  // the transfer ended with an error
-  kCancel,      // nobody needs the load any more, and its I/O has returned
+  kCancel,      // its memory could not be had; nothing was read
   kAttach,      // storages are pointed at it
   kDetach,      // storages are pointed at nothing
   kSave,        // a write-back begins

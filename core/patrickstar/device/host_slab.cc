@@ -150,9 +150,4 @@ int64_t SlabPool::peak_mapped_bytes() const {
   return peak_mapped_bytes_;
 }
 
-void SlabPool::reset_peak() {
-  std::lock_guard lock(mutex_);
-  peak_mapped_bytes_ = mapped_bytes_;
-}
-
 }  // namespace patrickstar

@@ -67,7 +67,6 @@ class SlabPool {
   int64_t outside_bytes() const;
   int64_t mapped_bytes() const;
   int64_t peak_mapped_bytes() const;
-  void reset_peak();
 
  private:
   // Moves pages of freed slabs, oldest first, under the start of a slab that has none yet.

@@ -18,7 +18,7 @@ class Stats:
         host_budget_bytes: Bytes of chunk payloads allowed in host memory.
         host_resident_bytes: Bytes of that budget in use now.
         host_peak_bytes: The most bytes of that budget in use at once; never above
-            ``host_budget_bytes``.
+            the budget of that moment.
         managed_bytes: Bytes of all managed tensors, wherever they are.
         disk_budget_bytes: Bytes allowed in the spill file.
         disk_used_bytes: Bytes of the spill file in use now.
@@ -29,8 +29,8 @@ class Stats:
         num_chunks: Chunks that exist now.
         num_fetches: Chunks brought to the compute tier.
         num_evictions: Chunks taken off the compute tier to make room.
-        num_leases: Leases given out, held leases and op leases together.
-        num_op_leases: Leases given out to ops.
+        num_leases: Held leases that exist now (``resident``).
+        num_op_leases: Leases given to ops so far.
         prefetch_hits: Chunks that were ready when an op asked for them because they were
             prefetched.
         prefetch_late: Prefetched chunks that an op still had to wait for.
@@ -107,7 +107,7 @@ class Stats:
                 "disk traffic",
                 f"{format_bytes(self.spilled_bytes)} spilled, {format_bytes(self.read_bytes)} read",
             ),
-            ("leases", f"{self.num_leases} given out, {self.num_op_leases} of them to ops"),
+            ("leases", f"{self.num_leases} held now, {self.num_op_leases} given to ops"),
             (
                 "prefetch",
                 f"{self.prefetch_hits} hits, {self.prefetch_late} late, "
