@@ -3,6 +3,7 @@
 
 #include <ATen/MapAllocator.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <cstring>
@@ -100,6 +101,7 @@ void AdoptGroup(Engine* engine, const std::vector<at::Tensor>& tensors,
   }
   const ChunkAccess access{.chunk = made.front().chunk, .access = Access::kWrite};
   const TorchLease lease(engine, std::span(&access, 1), "adopting parameters");
+  const c10::InferenceMode ordinary_tensors(false);  // a parameter outlives the caller's mode
   std::byte* const data = engine->store().data(access.chunk);
   const at::NoGradGuard no_grad;
   for (size_t index = 0; index < members.size(); ++index) {
@@ -216,6 +218,7 @@ void MoveIntoGroup(Engine* engine, const at::Tensor& source, const Slot& neighbo
   });
   const ChunkAccess access{.chunk = made.chunk, .access = Access::kWrite};
   const TorchLease lease(engine, std::span(&access, 1), "keeping a gradient or optimizer state");
+  const c10::InferenceMode ordinary_tensors(false);
   std::memcpy(engine->store().data(made.chunk) + made.byte_offset, source.const_data_ptr(),
               static_cast<size_t>(num_bytes));
   publish(MakeManagedTensor(made.storage, source.dtype(), source.sizes(), source.strides(), 0));

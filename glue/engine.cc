@@ -55,6 +55,7 @@ void Engine::Start(const EngineOptions& options) {
 void Engine::Stop() {
   Engine* const engine = Get();
   if (engine == nullptr) return;
+  engine->landing_zone().Release();
   engine->registry().FreeDeadSlots();
   for (const auto& storage : engine->registry().LiveStorages()) {
     if (ManagedStorage* const managed = ManagedStorageOf(storage.get())) {

@@ -11,9 +11,10 @@
 namespace patrickstar {
 
 // Replaces a plain dense gradient of `parameter` by a managed tensor with the same bytes,
-// shape and strides. Leaves alone what is undefined, not strided, managed, or part of a graph
-// (create_graph). Always a copy: gradients of cat share one storage.
-// Throws: OutOfMemory, IoError as torch::PyTorchError; the gradient is unchanged then.
+// shape and strides. Leaves alone what is undefined, not strided, managed, part of a graph
+// (create_graph), or known to Python: the user's own buffer, or one that a hook has seen. Always a
+// copy: gradients of cat share one storage. Throws: OutOfMemory, IoError as torch::PyTorchError;
+// the gradient is unchanged then.
 void TakeGradient(Engine* engine, const at::Tensor& parameter);
 
 }  // namespace patrickstar

@@ -72,10 +72,6 @@ void AddValue(const IValue& value, bool is_written, AccessSet* set) {
   }
 }
 
-bool IsManaged(const IValue& value) {
-  return value.isTensor() && ManagedStorageOf(value.unsafeToTensorImpl()) != nullptr;
-}
-
 // A result over managed storage that lost the key gets a tensor that has it. (A result
 // with the key over other storage is harmless: the guard finds nothing to lease.)
 at::Tensor WithManagedKey(const at::Tensor& tensor) {
@@ -147,7 +143,7 @@ class GuardKernel final : public c10::OperatorKernel {
       Redispatch(op, keys, stack);
       return FixResults(facts_, stack);
     }
-    if (facts_.is_rebinding) ThrowIfRebinding(*stack);
+    if (facts_.is_rebinding) return Rebind(engine, op, keys, stack);
     Run(engine, op, keys, stack);
     FixResults(facts_, stack);
   }
@@ -202,14 +198,19 @@ class GuardKernel final : public c10::OperatorKernel {
     for (IValue& result : results) stack->push_back(std::move(result));
   }
 
-  void ThrowIfRebinding(const Stack& stack) const {
-    const size_t begin = stack.size() - facts_.num_arguments;
-    for (const OpFacts::TensorArgument& argument : facts_.tensors) {
-      if (!IsManaged(stack[begin + argument.index])) continue;
-      ThrowThroughTorch(
-          Unsupported("cannot use set_ with a managed tensor: the result would share memory that "
-                      "moves; use copy_(), or patrickstar.unmanage(tensor) first"));
-    }
+  // set_ moves no data: a tensor takes another's storage. Between a managed and an ordinary
+  // one the key has to follow, so it takes the whole identity of the source, as `.data =` does.
+  void Rebind(Engine* engine, const OperatorHandle& op, DispatchKeySet keys, Stack* stack) const {
+    const size_t begin = stack->size() - facts_.num_arguments;
+    const bool has_source = facts_.num_arguments == 2 && (*stack)[begin + 1].isTensor();
+    if (!has_source) return Run(engine, op, keys, stack);
+    const at::Tensor self = (*stack)[begin].toTensor();
+    const at::Tensor source = (*stack)[begin + 1].toTensor();
+    TORCH_CHECK(self.dtype() == source.dtype(), "set_: expected a source of dtype ", self.dtype(),
+                ", got ", source.dtype());
+    self.unsafeGetTensorImpl()->shallow_copy_from(source.getIntrusivePtr());
+    torch::jit::drop(*stack, facts_.num_arguments);
+    stack->emplace_back(self);
   }
 
   const OpFacts facts_;

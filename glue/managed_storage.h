@@ -27,6 +27,7 @@ struct Slot {
   ChunkId chunk = kNoChunk;
   int64_t byte_offset = 0;
   int64_t num_bytes = 0;
+  Kind kind = Kind::kParam;
   size_t group = 0;  // of the registry
   size_t index = 0;  // of the extent in the group
   std::string name;  // for messages; guarded by the registry

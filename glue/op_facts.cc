@@ -36,15 +36,18 @@ bool IsTensorList(const c10::TypePtr& type) {
   return type->kind() == c10::TypeKind::ListType && MayHoldTensors(type);
 }
 
+// Running statistics are written also by ops whose schema does not say so.
+bool IsWritten(const c10::Argument& argument) {
+  const bool is_marked = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+  return is_marked || argument.name() == "running_mean" || argument.name() == "running_var";
+}
+
 bool IsPureView(const c10::FunctionSchema& schema) {
-  const auto is_written = [](const c10::Argument& argument) {
-    return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-  };
   const auto is_alias = [](const c10::Argument& result) {
     return result.alias_info() != nullptr && !result.alias_info()->isWrite();
   };
   return schema.name().starts_with("aten::") && !schema.returns().empty() &&
-         std::none_of(schema.arguments().begin(), schema.arguments().end(), is_written) &&
+         std::none_of(schema.arguments().begin(), schema.arguments().end(), &IsWritten) &&
          std::all_of(schema.returns().begin(), schema.returns().end(), is_alias);
 }
 
@@ -81,7 +84,7 @@ OpFacts::OpFacts(const c10::FunctionSchema& schema)
   for (size_t index = 0; index < num_arguments; ++index) {
     const c10::Argument& argument = schema.arguments()[index];
     if (!MayHoldTensors(argument.type())) continue;
-    const bool is_written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    const bool is_written = IsWritten(argument);
     tensors.push_back({.index = index, .is_written = is_written});
   }
   for (size_t index = 0; index < num_returns; ++index) {

@@ -93,6 +93,8 @@ bool AnswerLike(LikeOp like, Engine* engine, Stack* stack) {
   if (storage == nullptr || !FillsItsSlot(self) || !AreOptionsThoseOf(self, like, *stack)) {
     return false;
   }
+  // Copies are state when they are of a gradient; a copy of a parameter may be a snapshot.
+  if (like == LikeOp::kClone && storage->slot()->kind != Kind::kGrad) return false;
   if (!IsStateOfAFutureStep(like, self) && !IsInsideNativeStep()) return false;
   const at::Scalar fill_value = like == LikeOp::kFull
                                     ? (*stack)[stack->size() - num_arguments + 1].toScalar()

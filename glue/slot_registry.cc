@@ -60,6 +60,7 @@ NewStorage SlotRegistry::MakeStorage(size_t group, size_t index, Kind kind, at::
   slot->chunk = made.chunk;
   slot->byte_offset = made.byte_offset;
   slot->num_bytes = num_bytes;
+  slot->kind = kind;
   slot->group = group;
   slot->index = index;
   slot->name = name;

@@ -85,6 +85,11 @@ class Adopter:
             register_module_forward_pre_hook(self._on_call),
         ]
 
+    def release_reservations(self) -> None:
+        """Gives back what is kept free for pending parameters."""
+        for tracked in self._pending.values():
+            self._pending_bytes -= tracked.release()
+
     def close_doors(self) -> None:
         """Removes every hook, also those of single parameters."""
         for handle in self._handles:
@@ -229,7 +234,7 @@ class Adopter:
             known = None  # its id was used before by one that is dead
         if known is not None and is_known_by:
             known.name = name
-        if key in self._left_out or not _is_adoptable(parameter):
+        if self._is_left_out(parameter) or not _is_adoptable(parameter):
             return False
         self._tracked.pop(key, None)
         self._pending[key] = known or _Tracked(weakref.ref(parameter), name)
@@ -270,8 +275,16 @@ class Adopter:
             tracked.gradient_hook = register(_C.take_gradient)
 
     def _mark_left_out(self, tensor: torch.Tensor) -> None:
-        key = id(tensor)
-        self._left_out[key] = weakref.ref(tensor, lambda _: self._left_out.pop(key, None))
+        self._left_out[id(tensor)] = weakref.ref(tensor)
+
+    def _is_left_out(self, tensor: torch.Tensor) -> bool:
+        left_out = self._left_out.get(id(tensor))
+        if left_out is None:
+            return False
+        if left_out() is tensor:
+            return True
+        del self._left_out[id(tensor)]  # of one that is dead, whose id was used again
+        return False
 
     def _mark_seen(self, module: nn.Module) -> None:
         key = id(module)

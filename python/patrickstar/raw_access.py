@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from copy import deepcopy as deepcopy_of
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import dlpack
 
 from patrickstar import _C
 from patrickstar.errors import Unsupported
@@ -28,8 +31,8 @@ _READERS = (
     "is_shared",
     "__reduce_ex__",
 )
-# Of an evicted storage torch would end the process in this one; the others raise by themselves.
-_STORAGE_READERS = ("is_shared",)
+# Of an evicted storage torch would end the process in is_shared; writes would be lost at eviction.
+_STORAGE_READERS = ("is_shared", "data_ptr", "fill_", "copy_", "__setitem__")
 # These give the memory itself to others, and it is not ours to give.
 _GIVERS = ("share_memory_",)
 _STORAGE_GIVERS = ("_share_fd_cpu_", "_share_filename_cpu_")
@@ -40,7 +43,7 @@ class RawAccess:
 
     def __init__(self, adopt_copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         self._adopt_copy = adopt_copy
-        self._originals: list[tuple[type, str, Any]] = []
+        self._originals: list[tuple[type | ModuleType, str, Any]] = []
 
     def open(self) -> None:
         self._refuse(torch.Tensor, _READERS, _C.is_held)
@@ -49,6 +52,10 @@ class RawAccess:
         self._refuse(torch.UntypedStorage, _STORAGE_GIVERS, _never)
         self._patch(torch.Tensor, "tolist", _cloning(torch.Tensor.tolist))
         self._patch(torch.Tensor, "new_tensor", _on_plain(torch.Tensor.new_tensor))
+        self._patch(torch.Tensor, "set_", _not_sharing(torch.Tensor.set_))
+        to_dlpack = getattr(dlpack, "to_dlpack")  # noqa: B009 - torch does not list it
+        for module in (torch, dlpack):
+            self._patch(module, "to_dlpack", _refusing("to_dlpack", to_dlpack, _C.is_held))
         for owner in (torch.Tensor, nn.Parameter):
             copying = _copying(owner, owner.__deepcopy__, self._adopt_copy)
             self._patch(owner, "__deepcopy__", copying)
@@ -65,7 +72,7 @@ class RawAccess:
         for name in names:
             self._patch(owner, name, _refusing(name, getattr(owner, name), is_allowed))
 
-    def _patch(self, owner: type, name: str, replacement: Callable[..., Any]) -> None:
+    def _patch(self, owner: type | ModuleType, name: str, replacement: Callable[..., Any]) -> None:
         original = owner.__dict__.get(name)  # None: inherited from the C type
         self._originals.append((owner, name, original))
         setattr(owner, name, replacement)
@@ -106,6 +113,30 @@ def _on_plain(original: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def _not_sharing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses to build a tensor over the storage of a managed one: it would not be managed."""
+
+    @functools.wraps(original)
+    def set_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        source = args[0] if args else kwargs.get("source")
+        is_whole_tensor = isinstance(source, torch.Tensor) and len(args) + len(kwargs) == 1
+        if isinstance(source, torch.storage.TypedStorage):
+            source = source._untyped_storage
+        if (
+            isinstance(source, (torch.Tensor, torch.UntypedStorage))
+            and not is_whole_tensor
+            and _C.is_managed(source)
+            and not _C.is_held(source)
+        ):
+            raise Unsupported(
+                f"cannot call set_ with the storage of managed tensor {_C.name_of(source)!r}: its "
+                "memory moves; use copy_(), or a view of the tensor"
+            )
+        return original(self, *args, **kwargs)
+
+    return set_
+
+
 def _cloning(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -132,6 +163,10 @@ def _copying(
             copy.requires_grad_(self.requires_grad)
         memo[id(self)] = copy
         adopt_copy(self, copy)
+        if owner is torch.Tensor:  # as torch does, for parameters it does not
+            copy.__dict__ = deepcopy_of(self.__dict__, memo)
+            if self.grad is not None:
+                copy.grad = deepcopy_of(self.grad, memo)
         return copy
 
     return deepcopy

@@ -90,16 +90,20 @@ class Session:
                 "memory are free; save the model, delete it and its optimizer, and call "
                 "patrickstar.shutdown() again"
             )
+        self._adopter.release_reservations()
         _C.stop()
-        self._adopter.close_doors()
-        self._optimizer_hooks.close()
-        self._raw_access.close()
-        _C.tune_malloc(False)
-        if self._log is not None:
-            self._log.close()
+        with contextlib.ExitStack() as stack:  # each is closed, whatever the others do
+            stack.callback(set_current, None)
+            if self._log is not None:
+                stack.callback(self._log.close)
+            stack.callback(_C.tune_malloc, False)
+            stack.callback(self._raw_access.close)
+            stack.callback(self._optimizer_hooks.close)
+            stack.callback(self._adopter.close_doors)
 
     def stats(self) -> Stats:
         """The counters as they are now."""
+        _C.free_dead_slots()
         return Stats.from_mapping(self._counters())
 
     def manage(self, obj: nn.Module | torch.Tensor | Iterable[Any]) -> None:
@@ -255,7 +259,13 @@ def unmanage(obj: nn.Module | torch.Tensor | Iterable[Any]) -> None:
 
 
 def is_managed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's bytes live in a chunk. False for everything when management is off."""
+    """Whether a tensor's bytes live in a chunk. False for everything when management is off.
+
+    Raises:
+        InvalidArgument: Something else than a tensor.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgument(f"is_managed() got a {type(tensor).__name__}: expected a tensor")
     return _C.is_managed(tensor)
 
 
@@ -310,7 +320,6 @@ def shutdown() -> None:
     """
     if _session is not None:
         _session.close()
-        set_current(None)
 
 
 def _parts(obj: object, caller: str) -> Iterable[Any]:

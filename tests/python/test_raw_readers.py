@@ -161,8 +161,6 @@ def test_a_raw_reader_is_right_or_gets_our_error(name, state):
 NEVER = (
     "multiprocessing",
     "resize_",
-    "set_ of a plain tensor",
-    "set_ to a plain storage",
     "share_memory_",
     "untyped_storage by file",
     "untyped_storage resize_",

@@ -359,7 +359,7 @@ void Acquirer::ThrowOutOfMemory(std::unique_lock<std::mutex>& lock, const Reques
   const int64_t limit = state_.budget.limit_bytes();
   const int64_t free = state_.budget.free_bytes();
   const bool is_spill_possible = state_.spill != nullptr;
-  const int64_t managed = state_.managed_bytes;
+  const int64_t everything_bytes = state_.managed_bytes + request.extra_bytes;
   const int64_t foreign_bytes = ForeignBytes();
   lock.unlock();
   const std::string own_names = own.empty() ? "" : StrCat(" (", Describe(&state_.binder, own), ")");
@@ -376,7 +376,8 @@ void Acquirer::ThrowOutOfMemory(std::unique_lock<std::mutex>& lock, const Reques
   }
   const int64_t at_once_bytes = own_bytes + leased_bytes;
   const int64_t needed =
-      foreign_bytes + (is_spill_possible ? at_once_bytes : std::max(managed, at_once_bytes));
+      foreign_bytes +
+      (is_spill_possible ? at_once_bytes : std::max(everything_bytes, at_once_bytes));
   message +=
       StrCat("; raise host_memory to at least ", needed, " bytes (", FormatBytes(needed), ")");
   if (!is_spill_possible) message += " or let it spill (spill_dir, disk_space)";

@@ -115,7 +115,7 @@ TEST_F(AcquirerTest, ReservedBytesCountIntoTheSmallestBudget) {
   Open(3);
   const ChunkId wanted = NewWith(1, 3);
   const OutsideBytes reservation = store_->Reserve(2 * kPage, "building");
-  EXPECT_EQ(num_resident_pages(), 2);
+  EXPECT_EQ(num_resident_pages(), 0);  // reserved, and no payload
   ExpectExactBudget([&] { Use({wanted}); });
 }
 

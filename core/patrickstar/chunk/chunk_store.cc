@@ -170,6 +170,7 @@ void ChunkStore::Shutdown() {
   mover_.Flush(lock);
   lock.unlock();
   if (state_.spill) state_.spill->Shutdown();
+  state_.pool.Trim();
 }
 
 void ChunkStore::PrepareFork() {
