@@ -17,9 +17,9 @@ constexpr int64_t kGradientsInFlight = 2;
 // At most this part of the budget waits for gradients: the rest has to feed the ops.
 constexpr int64_t kMaxShareOfBudget = 4;
 
-// Bytes fetched between two trims of the heap: a trim costs page faults later, well below
-// what fetching as many bytes costs.
-constexpr int64_t kFetchedBytesPerTrim = int64_t{128} << 20;
+// Bytes evicted between two trims of the heap: a trim costs page faults later, well below
+// what moving as many bytes costs. Where nothing has to leave memory, nothing is trimmed.
+constexpr int64_t kEvictedBytesPerTrim = int64_t{128} << 20;
 
 }  // namespace
 
@@ -33,8 +33,8 @@ bool LandingZone::IsTakingDue(int64_t* num_bytes) {
   bool is_trim_due = false;
   {
     std::lock_guard lock(mutex_);
-    is_trim_due = stats.counters.fetched_bytes - trimmed_at_bytes_ >= kFetchedBytesPerTrim;
-    if (is_trim_due) trimmed_at_bytes_ = stats.counters.fetched_bytes;
+    is_trim_due = stats.counters.evicted_bytes - trimmed_at_bytes_ >= kEvictedBytesPerTrim;
+    if (is_trim_due) trimmed_at_bytes_ = stats.counters.evicted_bytes;
     *num_bytes =
         std::min(kGradientsInFlight * largest_bytes_, stats.budget_bytes / kMaxShareOfBudget);
     const bool is_wanted = stats.counters.num_evictions != 0 && num_steps_ == 0 && !is_given_up_;

@@ -7,7 +7,7 @@
 //
 // A best effort: where the budget cannot spare the bytes, ops come first. For the same
 // reason the heap's free pages, which no budget knows, go back to the system now and then
-// while chunks are fetched: between buffers that live for different times they add up.
+// while chunks leave: between buffers that live for different times they add up.
 // Thread-safe.
 #pragma once
 
@@ -46,7 +46,7 @@ class LandingZone {
   std::atomic<int> num_steps_{0};
   std::mutex mutex_;  // not held while the store makes room
   int64_t largest_bytes_ = 0;
-  int64_t trimmed_at_bytes_ = 0;  // fetched when the heap was last trimmed
+  int64_t trimmed_at_bytes_ = 0;  // evicted when the heap was last trimmed
   bool is_given_up_ = false;
   bool is_taking_ = false;
   std::optional<OutsideBytes> room_;
