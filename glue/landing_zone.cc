@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "glue/heap.h"
 #include "patrickstar/base/error.h"
 
 namespace patrickstar {
@@ -31,9 +32,12 @@ void LandingZone::Expect(int64_t num_bytes) {
 bool LandingZone::IsTakingDue(int64_t* num_bytes) {
   const StoreStats stats = store_.stats();
   bool is_trim_due = false;
+  bool is_first_eviction = false;
   {
     std::lock_guard lock(mutex_);
     is_trim_due = stats.counters.evicted_bytes - trimmed_at_bytes_ >= kEvictedBytesPerTrim;
+    is_first_eviction = stats.counters.num_evictions != 0 && !is_spilling_;
+    is_spilling_ = is_spilling_ || is_first_eviction;
     if (is_trim_due) trimmed_at_bytes_ = stats.counters.evicted_bytes;
     *num_bytes =
         std::min(kGradientsInFlight * largest_bytes_, stats.budget_bytes / kMaxShareOfBudget);
@@ -41,6 +45,7 @@ bool LandingZone::IsTakingDue(int64_t* num_bytes) {
     if (!is_wanted || room_ || is_taking_ || *num_bytes == 0) *num_bytes = 0;
     is_taking_ = is_taking_ || *num_bytes != 0;
   }
+  if (is_first_eviction) TuneHeap(HeapUse::kSpilling);
   if (is_trim_due) malloc_trim(0);
   return *num_bytes != 0;
 }

@@ -47,6 +47,7 @@ class LandingZone {
   std::mutex mutex_;  // not held while the store makes room
   int64_t largest_bytes_ = 0;
   int64_t trimmed_at_bytes_ = 0;  // evicted when the heap was last trimmed
+  bool is_spilling_ = false;      // a chunk has left memory
   bool is_given_up_ = false;
   bool is_taking_ = false;
   std::optional<OutsideBytes> room_;

@@ -2,7 +2,6 @@
 //
 // patrickstar._C: one register function for each noun. Types and docstrings for users
 // are in Python; _C.pyi lists what is here.
-#include <malloc.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -15,6 +14,7 @@
 #include "glue/errors.h"
 #include "glue/gradients.h"
 #include "glue/guard.h"
+#include "glue/heap.h"
 #include "glue/optimizers.h"
 #include "glue/residency.h"
 #include "patrickstar/base/error.h"
@@ -24,13 +24,6 @@ namespace py = pybind11;
 namespace patrickstar {
 namespace {
 
-// Building or loading a model, freed buffers go back to the system at once; training, they
-// are kept as glibc does by itself in the long run: mapping them anew each step would cost up
-// to a third of it, and keeping more would be memory that no budget knows.
-constexpr int kBuildingMmapThreshold = 128 << 10;
-constexpr int kTrainingMmapThreshold = 32 << 20;
-constexpr int kTrainingTrimThreshold = 2 * kTrainingMmapThreshold;
-
 Engine* Running() {
   Engine* const engine = Engine::Get();
   if (engine == nullptr) throw Error("management is off; call patrickstar.init() first");
@@ -38,9 +31,10 @@ Engine* Running() {
 }
 
 void TuneMalloc(bool is_building) {
-  mallopt(M_MMAP_THRESHOLD, is_building ? kBuildingMmapThreshold : kTrainingMmapThreshold);
-  mallopt(M_TRIM_THRESHOLD, is_building ? kBuildingMmapThreshold : kTrainingTrimThreshold);
-  if (is_building) malloc_trim(0);
+  Engine* const engine = Engine::Get();
+  const bool is_spilling = engine != nullptr && engine->store().stats().counters.num_evictions != 0;
+  TuneHeap(is_building ? HeapUse::kBuilding
+                       : (is_spilling ? HeapUse::kSpilling : HeapUse::kResident));
 }
 
 py::dict StatsAsDict() {
