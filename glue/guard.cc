@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <map>

@@ -5,7 +5,6 @@
 #include <ATen/ops/fill.h>
 
 #include <cstring>
-#include <optional>
 #include <vector>
 
 #include "glue/adoption.h"
