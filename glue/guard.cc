@@ -3,7 +3,6 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
-#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
@@ -12,208 +11,23 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "glue/engine.h"
-#include "glue/errors.h"
-#include "glue/managed_storage.h"
-#include "glue/op_facts.h"
-#include "glue/optimizers.h"
+#include "glue/access_set.h"
+#include "glue/guard_kernel.h"
+#include "glue/typed_guard.h"
 
 namespace patrickstar {
 namespace {
 
 using c10::DispatchKey;
 using c10::DispatchKeySet;
-using c10::IValue;
 using c10::OperatorHandle;
 using torch::jit::Stack;
-
-std::atomic<bool> are_read_leases_skipped{false};
-
-// The chunks of one op, each once, with the strongest access.
-class AccessSet {
- public:
-  void Add(ChunkId chunk, bool is_written) {
-    const Access access = is_written ? Access::kWrite : Access::kRead;
-    for (ChunkAccess& known : accesses_) {
-      if (known.chunk != chunk) continue;
-      if (is_written) known.access = access;
-      return;
-    }
-    accesses_.push_back({.chunk = chunk, .access = access});
-  }
-  std::span<const ChunkAccess> accesses() const { return {accesses_.data(), accesses_.size()}; }
-  bool empty() const { return accesses_.empty(); }
-
- private:
-  c10::SmallVector<ChunkAccess, 8> accesses_;
-};
-
-void AddTensor(const c10::TensorImpl* tensor, bool is_written, AccessSet* set) {
-  if (!has_managed_key(tensor)) return;
-  ManagedStorage* const storage = ManagedStorageOf(tensor);
-  if (storage == nullptr) return;
-  if (!is_written && are_read_leases_skipped.load(std::memory_order_relaxed)) return;
-  set->Add(storage->slot()->chunk, is_written);
-}
-
-void AddValue(const IValue& value, bool is_written, AccessSet* set) {
-  if (value.isTensor()) {
-    AddTensor(value.unsafeToTensorImpl(), is_written, set);
-  } else if (value.isList()) {
-    for (const IValue& element : value.toListRef()) {
-      if (element.isTensor()) AddTensor(element.unsafeToTensorImpl(), is_written, set);
-    }
-  }
-}
-
-// A result over managed storage that lost the key gets a tensor that has it. (A result
-// with the key over other storage is harmless: the guard finds nothing to lease.)
-at::Tensor WithManagedKey(const at::Tensor& tensor) {
-  if (!tensor.defined() || ManagedStorageOf(tensor) == nullptr ||
-      has_managed_key(tensor.unsafeGetTensorImpl())) {
-    return tensor;
-  }
-  return MakeManagedTensor(tensor.storage(), tensor.dtype(), tensor.sizes(), tensor.strides(),
-                           tensor.storage_offset());
-}
-
-void FixResults(const OpFacts& facts, Stack* stack) {
-  for (const size_t index : facts.tensor_returns) {
-    IValue& value = (*stack)[stack->size() - facts.num_returns + index];
-    if (value.isTensor()) {
-      const c10::TensorImpl* const tensor = value.unsafeToTensorImpl();
-      if (!has_managed_key(tensor) && ManagedStorageOf(tensor) != nullptr) {
-        value = WithManagedKey(value.toTensor());
-      }
-    } else if (value.isTensorList()) {
-      c10::List<at::Tensor> results = value.toTensorList();
-      for (size_t element = 0; element < results.size(); ++element) {
-        const at::Tensor result = results.get(element);
-        const at::Tensor fixed = WithManagedKey(result);
-        if (!fixed.is_same(result)) results.set(element, fixed);
-      }
-    }
-  }
-}
-
-// The length of an op's tensor lists; 0 when they differ (empty ones aside).
-size_t ListLength(const OpFacts& facts, const Stack& stack) {
-  const size_t begin = stack.size() - facts.num_arguments;
-  size_t length = 0;
-  for (const OpFacts::TensorArgument& argument : facts.tensors) {
-    const IValue& value = stack[begin + argument.index];
-    if (!value.isTensorList()) continue;
-    const size_t size = value.toTensorList().size();
-    if (size == 0 || size == length) continue;
-    if (length != 0) return 0;
-    length = size;
-  }
-  return length;
-}
-
-IValue PartOf(const IValue& value, size_t length, size_t from, size_t to) {
-  if (!value.isList() || value.toListRef().size() != length) return value;
-  c10::List<IValue> whole = value.toList();
-  c10::impl::GenericList part(whole.elementType());
-  for (size_t index = from; index < to; ++index) part.push_back(whole.get(index));
-  return part;
-}
-
-class GuardKernel final : public c10::OperatorKernel {
- public:
-  explicit GuardKernel(const c10::FunctionSchema& schema) : facts_(schema) {}
-
-  void operator()(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) const {
-    Engine* const engine = Engine::Get();
-    if (engine == nullptr) return Redispatch(op, keys, stack);
-    if (has_dead_slots()) {
-      ThroughTorch([engine] {
-        const GilReleaseIfHeld without_gil;  // may wait for a transfer
-        engine->registry().FreeDeadSlots();
-      });
-    }
-    if (facts_.like != LikeOp::kNone && AnswerLike(facts_.like, engine, stack)) return;
-    if (!facts_.is_data_needed) {
-      Redispatch(op, keys, stack);
-      return FixResults(facts_, stack);
-    }
-    if (facts_.is_rebinding) return Rebind(engine, op, keys, stack);
-    Run(engine, op, keys, stack);
-    FixResults(facts_, stack);
-  }
-
- private:
-  static void Redispatch(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-    op.redispatchBoxed(keys.remove_backend(c10::BackendComponent::PrivateUse2Bit), stack);
-  }
-
-  void Run(Engine* engine, const OperatorHandle& op, DispatchKeySet keys, Stack* stack) const {
-    AccessSet set;
-    const size_t begin = stack->size() - facts_.num_arguments;
-    for (const OpFacts::TensorArgument& argument : facts_.tensors) {
-      AddValue((*stack)[begin + argument.index], argument.is_written, &set);
-    }
-    if (set.empty()) return Redispatch(op, keys, stack);
-    if (facts_.is_list_op && IsTooLarge(engine, set)) {
-      const size_t length = ListLength(facts_, *stack);
-      if (length > 1) return RunInParts(engine, op, keys, stack, length);
-    }
-    const TorchLease lease(engine, set.accesses(), facts_.name);
-    Redispatch(op, keys, stack);
-  }
-
-  static bool IsTooLarge(Engine* engine, const AccessSet& set) {
-    return !engine->store().CanHold(set.accesses());
-  }
-
-  // Halves the lists until each part fits. The ops that qualify work index by index, so the
-  // results are those of the whole.
-  void RunInParts(Engine* engine, const OperatorHandle& op, DispatchKeySet keys, Stack* stack,
-                  size_t length) const {
-    const std::vector<IValue> arguments = torch::jit::pop(*stack, facts_.num_arguments);
-    std::vector<IValue> results;
-    const std::array<size_t, 3> bounds = {0, length / 2, length};
-    for (size_t part = 0; part + 1 < bounds.size(); ++part) {
-      for (const IValue& argument : arguments) {
-        stack->push_back(PartOf(argument, length, bounds[part], bounds[part + 1]));
-      }
-      Run(engine, op, keys, stack);
-      const std::vector<IValue> part_results = torch::jit::pop(*stack, facts_.num_returns);
-      if (part == 0) {
-        results = part_results;
-        continue;
-      }
-      for (size_t index = 0; index < results.size(); ++index) {
-        if (!results[index].isTensorList()) continue;
-        c10::List<at::Tensor> joined = results[index].toTensorList();
-        joined.append(part_results[index].toTensorList());
-      }
-    }
-    for (IValue& result : results) stack->push_back(std::move(result));
-  }
-
-  // set_ moves no data: a tensor takes another's storage. Between a managed and an ordinary
-  // one the key has to follow, so it takes the whole identity of the source, as `.data =` does.
-  void Rebind(Engine* engine, const OperatorHandle& op, DispatchKeySet keys, Stack* stack) const {
-    const size_t begin = stack->size() - facts_.num_arguments;
-    const bool has_source = facts_.num_arguments == 2 && (*stack)[begin + 1].isTensor();
-    if (!has_source) return Run(engine, op, keys, stack);
-    const at::Tensor self = (*stack)[begin].toTensor();
-    const at::Tensor source = (*stack)[begin + 1].toTensor();
-    TORCH_CHECK(self.dtype() == source.dtype(), "set_: expected a source of dtype ", self.dtype(),
-                ", got ", source.dtype());
-    self.unsafeGetTensorImpl()->shallow_copy_from(source.getIntrusivePtr());
-    torch::jit::drop(*stack, facts_.num_arguments);
-    stack->emplace_back(self);
-  }
-
-  const OpFacts facts_;
-};
 
 // For ops that have no kernel of their own under the guard's keys.
 void GuardFallback(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
@@ -277,8 +91,7 @@ class Registrar {
 
  private:
   size_t RegisterOp(const OperatorHandle& op, const c10::OperatorName& name) {
-    const std::string full_name =
-        name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+    const std::string full_name = c10::toString(name);
     if (CompositeReaders().count(full_name) != 0) {
       return Register(op, DispatchKey::AutogradPrivateUse2, full_name) +
              Register(op, DispatchKey::PrivateUse2, full_name);
@@ -298,10 +111,14 @@ class Registrar {
 
   size_t Register(const OperatorHandle& op, DispatchKey key, const std::string& full_name) {
     if (op.hasKernelForDispatchKey(key)) return 0;
+    std::optional<torch::CppFunction> kernel;
+    if (key == DispatchKey::PrivateUse2) kernel = MakeTypedGuard(full_name);
+    if (!kernel) {
+      kernel = torch::CppFunction::makeFromBoxedFunctor(std::make_unique<GuardKernel>(op.schema()));
+    }
     const size_t colons = full_name.find("::");
     Library(full_name.substr(0, colons), key)
-        .impl(full_name.substr(colons + 2).c_str(),
-              torch::CppFunction::makeFromBoxedFunctor(std::make_unique<GuardKernel>(op.schema())));
+        .impl(full_name.substr(colons + 2).c_str(), *std::move(kernel));
     return 1;
   }
 

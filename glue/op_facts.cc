@@ -74,8 +74,7 @@ bool IsListOp(const c10::FunctionSchema& schema) {
 }  // namespace
 
 OpFacts::OpFacts(const c10::FunctionSchema& schema)
-    : name(schema.overload_name().empty() ? schema.name()
-                                          : schema.name() + "." + schema.overload_name()),
+    : name(c10::toString(schema.operator_name())),
       num_arguments(schema.arguments().size()),
       num_returns(schema.returns().size()),
       is_rebinding(schema.name() == "aten::set_"),
@@ -84,8 +83,8 @@ OpFacts::OpFacts(const c10::FunctionSchema& schema)
   for (size_t index = 0; index < num_arguments; ++index) {
     const c10::Argument& argument = schema.arguments()[index];
     if (!MayHoldTensors(argument.type())) continue;
-    const bool is_written = IsWritten(argument);
-    tensors.push_back({.index = index, .is_written = is_written});
+    tensor_arguments.push_back(index);
+    if (IsWritten(argument)) written_arguments |= uint64_t{1} << index;
   }
   for (size_t index = 0; index < num_returns; ++index) {
     if (MayHoldTensors(schema.returns()[index].type())) tensor_returns.push_back(index);

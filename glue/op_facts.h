@@ -17,16 +17,14 @@ namespace patrickstar {
 enum class LikeOp : uint8_t { kNone, kEmpty, kZeros, kOnes, kFull, kClone };
 
 struct OpFacts {
-  struct TensorArgument {
-    size_t index = 0;  // from the first argument
-    bool is_written = false;
-  };
-
   explicit OpFacts(const c10::FunctionSchema& schema);
 
-  std::string name;                             // "aten::add.Tensor"
-  c10::SmallVector<TensorArgument, 6> tensors;  // also lists and optionals of tensors
+  bool is_written(size_t argument) const { return ((written_arguments >> argument) & 1) != 0; }
+
+  std::string name;                              // "aten::add.Tensor"
+  c10::SmallVector<size_t, 6> tensor_arguments;  // also lists and optionals of tensors
   c10::SmallVector<size_t, 4> tensor_returns;
+  uint64_t written_arguments = 0;  // a bit each
   size_t num_arguments = 0;
   size_t num_returns = 0;
   bool is_data_needed = true;  // false for pure views and for allocations like another tensor

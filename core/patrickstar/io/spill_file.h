@@ -26,7 +26,7 @@ namespace patrickstar {
 
 struct SpillFileOptions {
   int64_t max_bytes = INT64_MAX;  // The file is never longer than this.
-  int num_threads = 4;            // Blocks that the disk sees at once.
+  int num_threads = 16;           // Blocks that the disk sees at once.
   bool random_delays = false;     // Stress: random sleeps around every block.
   uint64_t seed = 0;              // Of the random delays.
 };

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "glue/guard_kernel.h"
+
+#include <array>
+#include <utility>
+#include <vector>
+
+#include "glue/access_set.h"
+#include "glue/errors.h"
+#include "glue/managed_storage.h"
+#include "glue/optimizers.h"
+
+namespace patrickstar {
+namespace {
+
+using c10::DispatchKeySet;
+using c10::IValue;
+using c10::OperatorHandle;
+using torch::jit::Stack;
+
+void AddValue(const IValue& value, bool is_written, AccessSet* set) {
+  if (value.isTensor()) {
+    set->Add(value.unsafeToTensorImpl(), is_written);
+  } else if (value.isList()) {
+    for (const IValue& element : value.toListRef()) {
+      if (element.isTensor()) set->Add(element.unsafeToTensorImpl(), is_written);
+    }
+  }
+}
+
+// A result over managed storage that lost the key. (One with the key over other storage is
+// harmless: the guard finds nothing to lease.)
+bool IsKeyLost(const c10::TensorImpl* tensor) {
+  return !has_managed_key(tensor) && ManagedStorageOf(tensor) != nullptr;
+}
+
+at::Tensor WithManagedKey(const at::Tensor& tensor) {
+  return MakeManagedTensor(tensor.storage(), tensor.dtype(), tensor.sizes(), tensor.strides(),
+                           tensor.storage_offset());
+}
+
+void FixResults(const OpFacts& facts, Stack* stack) {
+  for (const size_t index : facts.tensor_returns) {
+    IValue& value = (*stack)[stack->size() - facts.num_returns + index];
+    if (value.isTensor()) {
+      if (IsKeyLost(value.unsafeToTensorImpl())) value = WithManagedKey(value.toTensor());
+    } else if (value.isTensorList()) {
+      c10::List<at::Tensor> results = value.toTensorList();
+      for (size_t element = 0; element < results.size(); ++element) {
+        const at::Tensor result = results.get(element);
+        if (IsKeyLost(result.unsafeGetTensorImpl())) results.set(element, WithManagedKey(result));
+      }
+    }
+  }
+}
+
+// The length of an op's tensor lists; 0 when they differ (empty ones aside).
+size_t ListLength(const OpFacts& facts, const Stack& stack) {
+  const size_t begin = stack.size() - facts.num_arguments;
+  size_t length = 0;
+  for (const size_t index : facts.tensor_arguments) {
+    const IValue& value = stack[begin + index];
+    if (!value.isTensorList()) continue;
+    const size_t size = value.toTensorList().size();
+    if (size == 0 || size == length) continue;
+    if (length != 0) return 0;
+    length = size;
+  }
+  return length;
+}
+
+IValue PartOf(const IValue& value, size_t length, size_t from, size_t to) {
+  if (!value.isList() || value.toListRef().size() != length) return value;
+  c10::List<IValue> whole = value.toList();
+  c10::impl::GenericList part(whole.elementType());
+  for (size_t index = from; index < to; ++index) part.push_back(whole.get(index));
+  return part;
+}
+
+void Redispatch(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  op.redispatchBoxed(BelowGuard(keys), stack);
+}
+
+}  // namespace
+
+void FreeDeadSlots(Engine* engine) {
+  ThroughTorch([engine] {
+    const GilReleaseIfHeld without_gil;  // may wait for a transfer
+    engine->registry().FreeDeadSlots();
+  });
+}
+
+void GuardKernel::operator()(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) const {
+  Engine* const engine = Engine::Get();
+  if (engine == nullptr) return Redispatch(op, keys, stack);
+  if (has_dead_slots()) FreeDeadSlots(engine);
+  if (facts_.like != LikeOp::kNone && AnswerLike(facts_.like, engine, stack)) return;
+  if (!facts_.is_data_needed) {
+    Redispatch(op, keys, stack);
+    return FixResults(facts_, stack);
+  }
+  if (facts_.is_rebinding) return Rebind(engine, op, keys, stack);
+  Run(engine, op, keys, stack);
+  FixResults(facts_, stack);
+}
+
+void GuardKernel::Run(Engine* engine, const OperatorHandle& op, DispatchKeySet keys,
+                      Stack* stack) const {
+  AccessSet set;
+  const size_t begin = stack->size() - facts_.num_arguments;
+  for (const size_t index : facts_.tensor_arguments) {
+    AddValue((*stack)[begin + index], facts_.is_written(index), &set);
+  }
+  if (set.empty()) return Redispatch(op, keys, stack);
+  if (facts_.is_list_op && !engine->store().CanHold(set.accesses())) {
+    const size_t length = ListLength(facts_, *stack);
+    if (length > 1) return RunInParts(engine, op, keys, stack, length);
+  }
+  const TorchLease lease(engine, set.accesses(), facts_.name);
+  Redispatch(op, keys, stack);
+}
+
+// Halves the lists until each part fits. The ops that qualify work index by index, so the
+// results are those of the whole.
+void GuardKernel::RunInParts(Engine* engine, const OperatorHandle& op, DispatchKeySet keys,
+                             Stack* stack, size_t length) const {
+  const std::vector<IValue> arguments = torch::jit::pop(*stack, facts_.num_arguments);
+  std::vector<IValue> results;
+  const std::array<size_t, 3> bounds = {0, length / 2, length};
+  for (size_t part = 0; part + 1 < bounds.size(); ++part) {
+    for (const IValue& argument : arguments) {
+      stack->push_back(PartOf(argument, length, bounds[part], bounds[part + 1]));
+    }
+    Run(engine, op, keys, stack);
+    const std::vector<IValue> part_results = torch::jit::pop(*stack, facts_.num_returns);
+    if (part == 0) {
+      results = part_results;
+      continue;
+    }
+    for (size_t index = 0; index < results.size(); ++index) {
+      if (!results[index].isTensorList()) continue;
+      c10::List<at::Tensor> joined = results[index].toTensorList();
+      joined.append(part_results[index].toTensorList());
+    }
+  }
+  for (IValue& result : results) stack->push_back(std::move(result));
+}
+
+// set_ moves no data: a tensor takes another's storage. Between a managed and an ordinary
+// one the key has to follow, so it takes the whole identity of the source, as `.data =` does.
+void GuardKernel::Rebind(Engine* engine, const OperatorHandle& op, DispatchKeySet keys,
+                         Stack* stack) const {
+  const size_t begin = stack->size() - facts_.num_arguments;
+  const bool has_source = facts_.num_arguments == 2 && (*stack)[begin + 1].isTensor();
+  if (!has_source) return Run(engine, op, keys, stack);
+  const at::Tensor self = (*stack)[begin].toTensor();
+  const at::Tensor source = (*stack)[begin + 1].toTensor();
+  TORCH_CHECK(self.dtype() == source.dtype(), "set_: expected a source of dtype ", self.dtype(),
+              ", got ", source.dtype());
+  self.unsafeGetTensorImpl()->shallow_copy_from(source.getIntrusivePtr());
+  torch::jit::drop(*stack, facts_.num_arguments);
+  stack->emplace_back(self);
+}
+
+}  // namespace patrickstar
