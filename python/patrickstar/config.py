@@ -16,7 +16,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ _logger = logging.getLogger("patrickstar")
 
 # The arguments of init() that a settings file may hold, with their defaults. An argument equal to
 # its default counts as left out.
-_DEFAULTS: dict[str, Any] = {
+DEFAULTS: Mapping[str, Any] = {
     "device": None,
     "device_memory": None,
     "host_memory": None,
@@ -71,6 +71,7 @@ class Config:
         optimizer: How steps are run: "auto" or "native".
         log: The file that gets one record a step; None for no log.
         stress: Which of "evict", "poison" and "delay" are forced, from ``PATRICKSTAR_STRESS``.
+        asked: The settings as they were given: sizes not yet looked up, fractions as fractions.
     """
 
     device: str
@@ -86,45 +87,18 @@ class Config:
     optimizer: str
     log: Path | None
     stress: frozenset[str]
+    asked: Mapping[str, Any] = field(compare=False, repr=False)
 
 
-def resolve(
-    *,
-    device: str | torch.device | None = None,
-    device_memory: int | float | str | None = None,
-    host_memory: int | float | str | None = None,
-    spill_dir: str | os.PathLike[str] | None = None,
-    disk_space: int | float | str | None = None,
-    mixed_precision: str | None = None,
-    gradient_accumulation_steps: int = 1,
-    gradient_clipping: float | None = None,
-    chunk_size: int | float | str | None = None,
-    optimizer: str = "auto",
-    log: str | os.PathLike[str] | None = None,
-    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-) -> Config:
+def resolve(config: object = None, **arguments: Any) -> Config:
     """Settles every setting of ``init()``.
 
     An argument wins over the environment, that over ``config``, that over the default. Creates the
     spill folder, for it must exist before its free space can be known.
 
     Args:
-        device: Where the model computes; "cpu", which is also the default.
-        device_memory: Bytes, text or fraction; only with an accelerator.
-        host_memory: Bytes, text or fraction of the available memory; by default half of it at
-            first, then measured.
-        spill_dir: The folder of the spill file; created when missing. By default ``patrickstar`` in
-            the user's cache folder, else in ``/var/tmp``, whichever is on a disk.
-        disk_space: Bytes, text or fraction of the free space of ``spill_dir``; 0 to spill nothing;
-            0.9 by default.
-        mixed_precision: None; nothing else is built yet.
-        gradient_accumulation_steps: 1; nothing else is built yet.
-        gradient_clipping: None; nothing else is built yet.
-        chunk_size: Bytes, text or fraction of ``host_memory``; by default see
-            ``default_chunk_size``.
-        optimizer: "auto" or "native".
-        log: The file that gets one record a step.
-        config: The settings above as a mapping, or a path to a ``.json`` or ``.toml`` file of them.
+        config: The settings as a mapping, or a path to a ``.json`` or ``.toml`` file of them.
+        **arguments: The other arguments of ``init()``, described there; any may be left out.
 
     Raises:
         InvalidArgument: A value cannot be used or a key is unknown; the message names it.
@@ -136,7 +110,6 @@ def resolve(
             f"cannot start with WORLD_SIZE={os.environ['WORLD_SIZE']}: training in many processes "
             "is not built yet; start one process, without torchrun"
         )
-    arguments = {name: value for name, value in locals().items() if name in _DEFAULTS}
     settings = _merge(arguments, config)
 
     resolved_device = _device(settings["device"])
@@ -163,6 +136,7 @@ def resolve(
         optimizer=settings["optimizer"],
         log=None if settings["log"] is None else _path(settings["log"], "log"),
         stress=_stress(),
+        asked=settings,
     )
 
 
@@ -170,8 +144,7 @@ def default_chunk_size(host_memory: int) -> int:
     """The bytes of a parameter chunk for a budget.
 
     A 32nd of the budget in steps of 64 KiB, at least 64 KiB and at most 16 MiB: small enough that
-        the chunks of one op are a small part of the budget, large enough for the
-    disk's bandwidth.
+    the chunks of one op are a small part of the budget, large enough for the disk's bandwidth.
     """
     step = _SMALLEST_DEFAULT_CHUNK
     share = host_memory // _CHUNKS_PER_BUDGET // step * step
@@ -186,9 +159,9 @@ def _merge(arguments: Mapping[str, Any], config: object) -> dict[str, Any]:
     given = {
         name: value
         for name, value in arguments.items()
-        if value is not None and value != _DEFAULTS[name]
+        if value is not None and value != DEFAULTS[name]
     }
-    return {**_DEFAULTS, **from_file, **environment, **given}
+    return {**DEFAULTS, **from_file, **environment, **given}
 
 
 def _environment() -> dict[str, Any]:
@@ -198,9 +171,9 @@ def _environment() -> dict[str, Any]:
         name = variable.removeprefix(_ENVIRONMENT_PREFIX).lower()
         if not variable.startswith(_ENVIRONMENT_PREFIX) or not text or name == "stress":
             continue
-        if name not in (*_DEFAULTS, "config"):
+        if name not in (*DEFAULTS, "config"):
             known = [
-                _ENVIRONMENT_PREFIX + known.upper() for known in (*_DEFAULTS, "config", "stress")
+                _ENVIRONMENT_PREFIX + known.upper() for known in (*DEFAULTS, "config", "stress")
             ]
             raise InvalidArgument(
                 f"unknown environment variable {variable}; {_nearest(variable, known)}"
@@ -238,9 +211,9 @@ def _settings_file(source: object) -> dict[str, Any]:
         path = _path(source, "config")
         settings, where = _read_settings(path), str(path)
     for key in settings:
-        if key not in _DEFAULTS:
+        if key not in DEFAULTS:
             raise InvalidArgument(
-                f"unknown setting {key!r} in {where}; {_nearest(str(key), _DEFAULTS)}"
+                f"unknown setting {key!r} in {where}; {_nearest(str(key), DEFAULTS)}"
             )
     return {key: value for key, value in settings.items() if value is not None}
 

@@ -7,13 +7,12 @@ import atexit
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
 
 from patrickstar import _C, errors
-from patrickstar.config import Config, resolve
+from patrickstar.config import DEFAULTS, Config, resolve
 from patrickstar.errors import Error
 from patrickstar.session import Session, current, set_current
 
@@ -31,18 +30,17 @@ def init(
     spill_dir: str | os.PathLike[str] | None = None,
     disk_space: int | float | str | None = None,
     mixed_precision: str | None = None,
-    gradient_accumulation_steps: int = 1,
+    gradient_accumulation_steps: int = DEFAULTS["gradient_accumulation_steps"],
     gradient_clipping: float | None = None,
     chunk_size: int | float | str | None = None,
-    optimizer: str = "auto",
+    optimizer: str = DEFAULTS["optimizer"],
     log: str | os.PathLike[str] | None = None,
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> Session:
     """Puts the models of this process under management; call it before they are built.
 
-    From here on parameters, gradients and optimizer state live in chunks that move between memory
-    and disk behind the script's back, within the budgets, with the numbers of plain PyTorch. A
-    second call with the same settings changes nothing.
+    From here on their bytes live in chunks that move between memory and disk, within the budgets,
+    and the numbers stay those of plain PyTorch. A second call may only repeat the settings.
 
     Sizes are bytes, text such as ``"6GiB"``, or a fraction of what is there. Every argument can
     also be set by the environment variable ``PATRICKSTAR_<NAME>``; an argument wins (one equal
@@ -53,8 +51,7 @@ def init(
         device_memory: Bytes of chunks on an accelerator; an error without one.
         host_memory: Bytes of chunks in host memory. A hard bound. By default measured: half of the
             available memory at first, revised after each step.
-        spill_dir: The folder of the spill file, created when missing. By default
-            ``patrickstar`` in the user's cache folder.
+        spill_dir: The folder of the spill file, created when missing; by default in your cache.
         disk_space: The most bytes of the spill file; by default 0.9 of what is free there.
         mixed_precision: None; other values are not built yet.
         gradient_accumulation_steps: 1; other values are not built yet.
@@ -79,24 +76,15 @@ def init(
         >>> session = patrickstar.init(host_memory="64MiB")
         >>> patrickstar.shutdown()
     """
-    settings = resolve(
-        device=device,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        spill_dir=spill_dir,
-        disk_space=disk_space,
-        mixed_precision=mixed_precision,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        gradient_clipping=gradient_clipping,
-        chunk_size=chunk_size,
-        optimizer=optimizer,
-        log=log,
-        config=config,
-    )
+    settings = resolve(**locals())
     session = current()
-    if session is not None:
-        _check_same(session.config, settings)
-        return session
+    if session is None:
+        return _start(settings)
+    _check_same(session.config, settings)
+    return session
+
+
+def _start(settings: Config) -> Session:
     _load_in_order()
     session = Session(settings)
     session.open()
@@ -105,14 +93,17 @@ def init(
 
 
 def _check_same(running: Config, asked: Config) -> None:
-    """A second init() may only ask for what is there; measured figures drift and do not count."""
-    measured = {"host_memory", "chunk_size", "disk_space"} if asked.host_memory_measured else set()
-    for field in fields(Config):
-        was, now = getattr(running, field.name), getattr(asked, field.name)
-        if was != now and field.name not in measured | {"disk_space"}:
+    """A second init() may only ask for what is there.
+
+    What was asked in the same words is the same, even where the figure behind it has drifted.
+    """
+    for name in (*DEFAULTS, "stress"):
+        was, now = getattr(running, name), getattr(asked, name)
+        is_same_wish = name in DEFAULTS and running.asked[name] == asked.asked[name]
+        if was != now and not is_same_wish:
             raise Error(
-                f"management is already on with {field.name}={was!s}, and init() was called again "
-                f"with {field.name}={now!s}; call patrickstar.shutdown() first"
+                f"management is already on with {name}={was!s}, and init() was called again "
+                f"with {name}={now!s}; call patrickstar.shutdown() first"
             )
 
 

@@ -118,7 +118,9 @@ def test_every_default():
         optimizer="auto",
         log=None,
         stress=frozenset(),
+        asked=config.DEFAULTS,
     )
+    assert settings.asked == config.DEFAULTS
     assert 0.4 < settings.host_memory / available_memory() < 0.6
     assert 0.8 < settings.disk_space / free_space(folder) < 0.95
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -149,6 +151,12 @@ def test_an_argument_wins_over_the_environment_and_that_over_config(monkeypatch)
     assert settings.host_memory == 64 * MIB
     assert settings.chunk_size == 2 * MIB
     assert settings.optimizer == "native"
+    assert settings.asked == {
+        **config.DEFAULTS,
+        "host_memory": "64MiB",
+        "chunk_size": "2MiB",
+        "optimizer": "native",
+    }
 
 
 def test_an_empty_variable_counts_as_unset(monkeypatch):

@@ -310,10 +310,26 @@ def test_a_second_init_with_the_same_settings_changes_nothing():
             patrickstar.init(host_memory="128KiB", **settings)
         with pytest.raises(patrickstar.Error, match="management is already on with log"):
             patrickstar.init(host_memory="64KiB", log="run.jsonl", **settings)
+        with pytest.raises(patrickstar.Error, match="called again with disk_space=131072;"):
+            patrickstar.init(host_memory="64KiB", disk_space="128KiB", **settings)
         assert patrickstar.init(host_memory="64KiB", **settings) is session
     with helpers.managed("128KiB") as second:
         assert second is not session
         helpers.plain(helpers.train_stack)
+
+
+def test_a_second_init_asks_for_the_same_in_the_same_words_or_the_same_bytes(monkeypatch):
+    room = [1 << 30]
+    monkeypatch.setattr("patrickstar.config.available_memory", lambda: room[0])
+    with helpers.managed(0.25) as session:
+        settings = {"spill_dir": session.config.spill_dir, "chunk_size": helpers.CHUNK_BYTES}
+        room[0] = 1 << 29  # memory was used meanwhile
+        assert patrickstar.init(host_memory=0.25, **settings) is session
+        assert patrickstar.init(host_memory="256MiB", **settings) is session
+        with pytest.raises(
+            patrickstar.Error, match=r"host_memory=268435456.*host_memory=402653184"
+        ):
+            patrickstar.init(host_memory=0.75, **settings)
 
 
 def test_a_failed_init_leaves_nothing_started(tmp_path):
