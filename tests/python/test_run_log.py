@@ -147,6 +147,7 @@ def test_stats_print_binary_units():
     assert len(table.splitlines()) < 12
 
 
+# The same table is in core/patrickstar/base/text_test.cc: C++ must write the same.
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [

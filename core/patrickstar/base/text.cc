@@ -2,23 +2,22 @@
 #include "patrickstar/base/text.h"
 
 #include <array>
+#include <cmath>
 #include <iomanip>
 
 namespace patrickstar {
 
 std::string FormatBytes(int64_t num_bytes) {
-  constexpr std::array<const char*, 5> kUnits = {"B", "KiB", "MiB", "GiB", "TiB"};
-  const bool is_negative = num_bytes < 0;
-  double value = is_negative ? -static_cast<double>(num_bytes) : static_cast<double>(num_bytes);
+  if (-1024 < num_bytes && num_bytes < 1024) return StrCat(num_bytes, " bytes");
+  constexpr std::array<const char*, 5> kUnits = {"KiB", "MiB", "GiB", "TiB", "PiB"};
+  double value = static_cast<double>(num_bytes) / 1024.0;
   size_t unit = 0;
-  while (value >= 1024.0 && unit + 1 < kUnits.size()) {
+  // 1023.95 would print as 1024.0 of the smaller unit.
+  while (std::abs(value) >= 1023.95 && unit + 1 < kUnits.size()) {
     value /= 1024.0;
     ++unit;
   }
-  std::ostringstream out;
-  if (is_negative) out << '-';
-  out << std::fixed << std::setprecision(unit == 0 ? 0 : 1) << value << ' ' << kUnits[unit];
-  return out.str();
+  return StrCat(std::fixed, std::setprecision(1), value, ' ', kUnits[unit]);
 }
 
 }  // namespace patrickstar

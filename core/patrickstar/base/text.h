@@ -17,7 +17,7 @@ std::string StrCat(const Parts&... parts) {
   return out.str();
 }
 
-// "0 B", "512 B", "1.5 KiB", "4.0 GiB": binary units, one decimal.
+// "0 bytes", "512 bytes", "1.5 KiB", "4.0 GiB": binary units, one decimal. Python writes the same.
 std::string FormatBytes(int64_t num_bytes);
 
 }  // namespace patrickstar

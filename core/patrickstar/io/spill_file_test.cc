@@ -143,7 +143,7 @@ TEST_F(SpillFileTest, RefusesToPassItsLimitAndStaysUsable) {
   const SpillSlot slot = file_->Allocate(6 * 4096);
   EXPECT_EQ(Failure<OutOfMemory>([&] { file_->Allocate(3 * 4096); }),
             "cannot spill 12.0 KiB to /data/spill: 24.0 KiB of 32.0 KiB allowed are used, largest "
-            "hole 0 B; raise disk_space to at least 36.0 KiB (36864 bytes)");
+            "hole 0 bytes; raise disk_space to at least 36.0 KiB (36864 bytes)");
   EXPECT_TRUE(file_->Allocate(2 * 4096).is_valid());
   file_->Free(slot);
   EXPECT_TRUE(file_->Allocate(3 * 4096).is_valid());

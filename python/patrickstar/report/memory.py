@@ -8,7 +8,6 @@ own up to the root counts. All functions read ``/proc`` and the mounted control 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,24 +28,11 @@ _V1 = _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inact
 _V2 = _GroupFiles("memory.max", "memory.current", "inactive_file")
 
 
-def memory_limit(root: Path = _ROOT) -> int:
-    """Bytes of memory this process could ever use: the machine's, or its tightest control group's
-    limit."""
-    limits = [limit for limit, _ in _group_limits(root)]
-    return min([_meminfo(root)["MemTotal"], *limits])
-
-
 def available_memory(root: Path = _ROOT) -> int:
     """Bytes of memory that can still be allocated without swapping or meeting a control group's
     limit."""
     rooms = [max(limit - used, 0) for limit, used in _group_limits(root)]
-    return min([_meminfo(root)["MemAvailable"], *rooms])
-
-
-def resident_set_bytes() -> int:
-    """Bytes of this process that are in memory now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return min([_fields(root / "proc/meminfo")["MemAvailable"], *rooms])
 
 
 def peak_resident_set_bytes() -> int:
@@ -67,10 +53,6 @@ def _fields(path: Path) -> dict[str, int]:
         if len(words) == 2 and words[1] == "kB":
             fields[name] = int(words[0]) * 1024
     return fields
-
-
-def _meminfo(root: Path) -> dict[str, int]:
-    return _fields(root / "proc/meminfo")
 
 
 def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
