@@ -4,7 +4,7 @@
 # make demo      a transformer trained larger than memory, next to plain PyTorch
 # make test      C++ and Python tests, the sample that fits in 15 minutes
 # make test-all  every test, and the C++ ones also under the sanitizers
-# make check     format, lint, types, layers, sizes, docs
+# make check     format, lint, types, layers, sizes, docs, errors
 # make bench     benchmarks, each with its baseline
 #
 # Needs a C++20 compiler, make, Python 3.10 or newer as python3, and PyPI.

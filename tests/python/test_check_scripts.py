@@ -162,3 +162,69 @@ def test_docs_name_what_is_broken(tmp_path: Path, before: str, after: str, messa
     returncode, output = run("check_docs.py", tmp_path)
     assert returncode == 1
     assert message in output
+
+
+ERRORS_IN_PYTHON = """
+def _unbuilt(name):
+    return Unsupported(f"{name}={1} is not built yet; leave {name} out")
+def read(path, error):
+    raise IoError(
+        f"cannot read {path}: {error}; "
+        "pass another file", error.errno
+    ) from error
+    raise IoError(message)
+"""
+ERRORS_IN_CPP = """
+constexpr char kAdvice[] = "; name a folder";
+static constexpr char kForkedMessage[] =
+    "this process was "
+    "forked; stop";
+std::string RawMessage(const Slot& slot) {
+  return StrCat("the data of '", slot.name, "' is away; clone it");
+}
+void Check(int x) {  // throw Error("not me")
+  if (x == 0) throw InvalidArgument(StrCat("spill_dir \\"", x, "\\" is empty", kAdvice));
+  TORCH_CHECK(x == 1, "expected ", x, " of ", max(x, 2));
+  std::string message = StrCat("cannot fetch ", Name(x, 3), ": ", x);
+  if (x == 2) message += "; free memory";
+  throw OutOfMemory(message);
+  Complete(std::make_exception_ptr(Error(kForkedMessage)));
+}
+"""
+ERRORS_PAGE = """# Errors
+| message | when |
+|---|---|
+| `...=... is not built yet` | |
+| `cannot read ...: ...` | |
+| `this process was forked` | |
+| `the data of '...' is away` | |
+| `spill_dir "..." is empty` | |
+| `expected ... of ...` | |
+| `cannot fetch ...: ...` | |
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("", "", "errors: docs/errors.md lists all 7 messages"),
+        *(
+            (line, "", f"docs/errors.md does not list: {line.split('`')[1]}")
+            for line in ERRORS_PAGE.splitlines()[3:]
+        ),
+        ("cannot read", "cannot load", "docs/errors.md: no code raises: cannot load ...: ..."),
+    ],
+)
+def test_errors_in_code_and_page_are_the_same(
+    tmp_path: Path, before: str, after: str, message: str
+) -> None:
+    files = {
+        "python/patrickstar/config.py": ERRORS_IN_PYTHON,
+        "core/patrickstar/io/file.cc": ERRORS_IN_CPP,
+        "core/patrickstar/io/file_test.cc": 'throw Error("not me");',
+        "docs/errors.md": ERRORS_PAGE.replace(before, after) if before else ERRORS_PAGE,
+    }
+    write(tmp_path, files)
+    returncode, output = run("check_errors.py", tmp_path)
+    assert returncode == (1 if before else 0)
+    assert message in output
