@@ -47,7 +47,7 @@ def python_messages(text: str) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Call) and node.args:
             name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
             name = node.func.id if isinstance(node.func, ast.Name) else name
-            if name in _TREE or name.endswith("Error"):
+            if name in (*_TREE, "Error", "IoError", "ImportError"):  # others are caught inside
                 yield node.lineno, _python_text(node.args[0])
 
 
