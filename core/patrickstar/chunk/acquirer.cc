@@ -87,8 +87,10 @@ bool Acquirer::TryLease(std::span<const ChunkAccess> set, LeaseKind kind) {
   for (const ChunkAccess& access : set) {
     if (!state_.table[access.chunk].is_resident()) return false;
   }
+  int64_t set_bytes = 0;
   for (const ChunkAccess& access : set) {
     ChunkRecord& record = state_.table[access.chunk];
+    set_bytes += record.payload_bytes;
     if (record.state == PayloadState::kReady) {
       state_.table.Apply(access.chunk, PayloadEvent::kAttach);
       state_.binder.Attach(access.chunk, record.payload.slab.data());
@@ -105,6 +107,7 @@ bool Acquirer::TryLease(std::span<const ChunkAccess> set, LeaseKind kind) {
   if (kind == LeaseKind::kOp) {
     num_thread_op_leases += static_cast<int64_t>(set.size());
     state_.counters.num_op_leases += static_cast<int64_t>(set.size());
+    state_.largest_set_bytes = std::max(state_.largest_set_bytes, set_bytes + state_.held_bytes);
   }
   return true;
 }
@@ -401,7 +404,11 @@ void AllocateSlots(StoreState* state) {
     {
       std::lock_guard lock(state->mutex);
       ChunkRecord& record = state->table[chunk];
-      if (!record.slot.is_valid() && !record.is_destroyed) std::swap(record.slot, slot);
+      // Another chunk may have its id by now.
+      const bool is_same_size = record.num_bytes == num_bytes;
+      if (!record.slot.is_valid() && !record.is_destroyed && is_same_size) {
+        std::swap(record.slot, slot);
+      }
     }
     if (slot.is_valid()) state->spill->Free(slot);  // another thread was faster
   }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "patrickstar/chunk/chunk_store.h"
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 
@@ -65,6 +66,7 @@ void ChunkStore::Destroy(ChunkId chunk) {
     if (!mover_.Flush(lock)) state_.changed.wait(lock);
   }
   const SpillSlot slot = std::exchange(record.slot, SpillSlot{});
+  state_.table.Remove(chunk);
   mover_.Flush(lock);
   lock.unlock();
   if (slot.is_valid()) state_.spill->Free(slot);
@@ -121,6 +123,10 @@ void ChunkStore::EvictAll() {
 }
 
 void ChunkStore::set_host_bytes(int64_t num_bytes) {
+  {
+    std::lock_guard lock(state_.mutex);
+    num_bytes = std::max(num_bytes, state_.largest_set_bytes);
+  }
   state_.budget.set_limit_bytes(num_bytes);
   acquirer_.EvictDownToBudget();
   state_.pool.set_limit_bytes(num_bytes);

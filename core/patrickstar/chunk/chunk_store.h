@@ -67,7 +67,7 @@ class ChunkStore {
   // Throws: OutOfMemory, IoError when the disk tier cannot take what memory cannot.
   ChunkId Create(Kind kind, int64_t num_bytes, Content content);
 
-  // The chunk and its disk slot are gone. Its id is not used again.
+  // The chunk and its disk slot are gone. A new chunk may get its id.
   // REQUIRES: it is not leased.
   void Destroy(ChunkId chunk);
 
@@ -100,7 +100,8 @@ class ChunkStore {
   // stays. Throws: OutOfMemory, IoError when the disk tier cannot take it all.
   void EvictAll();
 
-  // Later leases keep within the new budget; evicts down to it where possible.
+  // Later leases keep within the new budget; evicts down to it where possible. It never falls
+  // below what one op has leased so far, or the next such op would fail.
   void set_host_bytes(int64_t num_bytes);
 
   // Throws a failed load that nobody has met yet, once. (A failed write-back loses nothing and is

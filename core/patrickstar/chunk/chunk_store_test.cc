@@ -195,6 +195,25 @@ TEST_F(ChunkStoreTest, DestroyGivesBackMemoryAndDisk) {
   EXPECT_EQ(stats.disk_used_bytes, 0);
 }
 
+TEST_F(ChunkStoreTest, IdsOfDestroyedChunksAreUsedAgain) {
+  Open(2);
+  const ChunkId kept = NewWith(1);
+  ChunkId highest = kept;
+  for (int round = 0; round < 1000; ++round) {
+    const ChunkId first = NewWith(2);
+    const ChunkId second = New(1, Content::kZero);
+    highest = std::max({highest, first, second});
+    EXPECT_EQ(ValueOf(second), 0);
+    if (round % 2 == 0) store_->EvictAll();
+    store_->Destroy(first);
+    store_->Destroy(second);
+  }
+  EXPECT_LE(highest, kept + 2);
+  EXPECT_EQ(ValueOf(kept), 1);
+  EXPECT_EQ(store_->stats().num_chunks, 1);
+  EXPECT_EQ(store_->stats().managed_bytes, kPage);
+}
+
 TEST_F(ChunkStoreTest, DestroyDuringASaveWaitsForItsEnd) {
   Open(1);
   const ChunkId chunk = NewWith(1);
@@ -240,7 +259,8 @@ TEST_F(ChunkStoreTest, ALowerBudgetEvictsLeastRecentlyUsedDownToIt) {
   const ChunkId fourth = NewWith(4);
   Use({first});
   store_->EvictAll();
-  Use({second, third, fourth, first});  // all clean: leaving is done at once
+  Use({second, third});  // all clean: leaving is done at once
+  Use({fourth, first});
   Use({second});
   SetBudget(2);
   EXPECT_EQ(num_resident_pages(), 2);
@@ -257,7 +277,8 @@ TEST_F(ChunkStoreTest, ALowerBudgetBelowWhatIsLeasedTakesEffectLater) {
   const ChunkId first = NewWith(1);
   const ChunkId second = NewWith(2);
   {
-    const auto lease = Read({first, second});
+    const auto lease = Read({first});
+    const auto other = Read({second});
     SetBudget(1);
     EXPECT_EQ(AttachedValue(first), 1);
   }
@@ -265,6 +286,26 @@ TEST_F(ChunkStoreTest, ALowerBudgetBelowWhatIsLeasedTakesEffectLater) {
   EXPECT_LE(num_resident_pages(), 1);
   EXPECT_LE(store_->stats().mapped_bytes, kPage);
   EXPECT_EQ(ValueOf(first), 1);
+}
+
+TEST_F(ChunkStoreTest, ALowerBudgetStillHoldsTheLargestSetOfOneOperation) {
+  Open(8);
+  const ChunkId first = NewWith(1);
+  const ChunkId second = NewWith(2, 2);
+  const ChunkId third = NewWith(3);
+  Use({first, second});
+  Use({second, third});
+  SetBudget(1);
+  EXPECT_EQ(store_->stats().budget_bytes, 3 * kPage);
+  Use({first, second});
+  {
+    const auto held = Hold({third});
+    Use({first, second});
+    SetBudget(0);
+    EXPECT_EQ(store_->stats().budget_bytes, 4 * kPage);
+  }
+  SetBudget(5);
+  EXPECT_EQ(store_->stats().budget_bytes, 5 * kPage);
 }
 
 TEST_F(ChunkStoreTest, AHigherBudgetWakesWhoWaitsForRoom) {

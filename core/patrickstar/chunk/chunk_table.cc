@@ -7,11 +7,27 @@ namespace patrickstar {
 
 ChunkId ChunkTable::Add(Kind kind, int64_t num_bytes) {
   PS_CHECK(num_bytes > 0, "a chunk of ", num_bytes, " bytes");
-  ChunkRecord& record = *records_.emplace_back(std::make_unique<ChunkRecord>());
+  if (free_ids_.empty()) {
+    records_.push_back(std::make_unique<ChunkRecord>());
+    free_ids_.reserve(records_.capacity());  // so that Remove never allocates
+    free_ids_.push_back(size() - 1);
+  }
+  const ChunkId chunk = free_ids_.back();
+  free_ids_.pop_back();
+  ChunkRecord& record = *records_[chunk];
+  record = ChunkRecord{};
   record.kind = kind;
   record.num_bytes = num_bytes;
   record.payload_bytes = AlignUp(num_bytes, kPageAlignment);
-  return size() - 1;
+  return chunk;
+}
+
+void ChunkTable::Remove(ChunkId chunk) {
+  const ChunkRecord& record = *records_[chunk];
+  PS_CHECK(record.is_destroyed && record.state == PayloadState::kNone && !record.is_leased() &&
+               record.num_claims == 0 && !record.slot.is_valid(),
+           "chunk ", chunk, " is still in use");
+  free_ids_.push_back(chunk);
 }
 
 void ChunkTable::Apply(ChunkId chunk, PayloadEvent event) {

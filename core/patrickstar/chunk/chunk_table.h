@@ -42,7 +42,7 @@ struct ChunkRecord {
 
   bool is_wanted = false;      // a caller waits for the end of a save: keep the bytes
   bool is_dead = false;        // discarded while leased, claimed or moving: goes when that ends
-  bool is_destroyed = false;   // the chunk is gone; its id is never reused
+  bool is_destroyed = false;   // the chunk is going, or its id is free
   std::exception_ptr failure;  // of a load, in state kFailed
   uint64_t save_failure = 0;   // serial number of its latest failed write-back; 0 is none
 
@@ -55,7 +55,11 @@ struct ChunkRecord {
 
 class ChunkTable {
  public:
+  // A new chunk; its id may be that of one that was removed.
   ChunkId Add(Kind kind, int64_t num_bytes);
+
+  // REQUIRES: is_destroyed, in state kNone, without leases, claims or a disk slot.
+  void Remove(ChunkId chunk);
 
   ChunkRecord& operator[](ChunkId chunk) { return *records_[chunk]; }
   const ChunkRecord& operator[](ChunkId chunk) const { return *records_[chunk]; }
@@ -66,6 +70,7 @@ class ChunkTable {
 
  private:
   std::vector<std::unique_ptr<ChunkRecord>> records_;  // addresses stay
+  std::vector<ChunkId> free_ids_;                      // of removed chunks
 };
 
 }  // namespace patrickstar

@@ -84,7 +84,8 @@ struct StoreState {
   std::exception_ptr save_failure;  // the latest one
   int num_waiting = 0;              // callers in changed.wait
   int64_t managed_bytes = 0;
-  int64_t held_bytes = 0;  // of payloads with a held lease
+  int64_t held_bytes = 0;         // of payloads with a held lease
+  int64_t largest_set_bytes = 0;  // that one op has leased so far, beside what was held
   bool is_shut_down = false;
   bool is_forked = false;  // this process is a child: threads and file are the parent's
 };
