@@ -83,7 +83,7 @@ bool ChunkStore::Discard(ChunkId chunk, Content content) {
 
 bool ChunkStore::CanHold(std::span<const ChunkAccess> set) const {
   std::lock_guard lock(state_.mutex);
-  int64_t num_bytes = state_.held_bytes;
+  int64_t num_bytes = state_.held_bytes + state_.pool.outside_bytes();
   for (const ChunkAccess& access : set) {
     const ChunkRecord& record = state_.table[access.chunk];
     if (record.num_held_leases == 0) num_bytes += record.payload_bytes;
@@ -152,6 +152,7 @@ StoreStats ChunkStore::stats() {
     if (!state_.table[chunk].is_destroyed) ++stats.num_chunks;
     stats.num_held_leases += state_.table[chunk].num_held_leases;
   }
+  stats.held_bytes = state_.held_bytes;
   stats.managed_bytes = state_.managed_bytes;
   stats.resident_bytes = state_.budget.used_bytes() - state_.pool.outside_bytes();
   stats.peak_bytes = state_.budget.peak_bytes();

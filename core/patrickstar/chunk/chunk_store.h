@@ -33,6 +33,7 @@ struct StoreStats {
   int64_t disk_read_bytes = 0;
   int64_t disk_written_bytes = 0;
   int64_t num_held_leases = 0;
+  int64_t held_bytes = 0;  // payloads under held leases
 };
 
 // Bytes of the budget for data that lies outside the chunks, while it lives. The store
@@ -87,7 +88,7 @@ class ChunkStore {
     return OutsideBytes(acquirer_.Reserve(num_bytes, what), &state_.pool);
   }
 
-  // Whether the budget, less what held leases keep, could hold the set at once.
+  // Whether the budget, less what held leases and reservations keep, could hold the set at once.
   bool CanHold(std::span<const ChunkAccess> set) const;
 
   // The address of a leased chunk. REQUIRES: the caller leases it.

@@ -308,6 +308,19 @@ TEST_F(ChunkStoreTest, ALowerBudgetStillHoldsTheLargestSetOfOneOperation) {
   EXPECT_EQ(store_->stats().budget_bytes, 5 * kPage);
 }
 
+TEST_F(ChunkStoreTest, WhatIsReservedForOthersLeavesLessToHold) {
+  Open(4);
+  const std::vector<ChunkAccess> set = {{.chunk = NewWith(1, 2), .access = Access::kRead},
+                                        {.chunk = NewWith(2, 2), .access = Access::kRead}};
+  EXPECT_TRUE(store_->CanHold(set));
+  {
+    const OutsideBytes reserved = store_->Reserve(1, "data not in chunks yet");
+    EXPECT_FALSE(store_->CanHold(set));
+    EXPECT_TRUE(store_->CanHold(std::span(set).first(1)));
+  }
+  EXPECT_TRUE(store_->CanHold(set));
+}
+
 TEST_F(ChunkStoreTest, AHigherBudgetWakesWhoWaitsForRoom) {
   Open(1);
   const auto lease = Read({NewWith(1)});
