@@ -10,6 +10,7 @@
 #include <span>
 
 #include "glue/managed_storage.h"
+#include "glue/sparse_parts.h"
 #include "patrickstar/chunk/chunk_store.h"
 
 namespace patrickstar {
@@ -19,9 +20,10 @@ inline std::atomic<bool> are_read_leases_skipped{false};
 
 class AccessSet {
  public:
-  // The chunk of a managed tensor; nothing for any other.
+  // The chunk of a managed tensor, or those of a sparse one's parts; nothing for any other.
   void Add(const c10::TensorImpl* tensor, bool is_written) {
     if (!has_managed_key(tensor)) return;
+    if (!tensor->has_storage()) return AddParts(tensor, is_written);
     ManagedStorage* const storage = ManagedStorageOf(tensor);
     if (storage == nullptr) return;
     if (!is_written && are_read_leases_skipped.load(std::memory_order_relaxed)) return;
@@ -32,6 +34,10 @@ class AccessSet {
   bool empty() const { return accesses_.empty(); }
 
  private:
+  void AddParts(const c10::TensorImpl* tensor, bool is_written) {
+    for (const c10::TensorImpl* const part : SparsePartsOf(tensor)) Add(part, is_written);
+  }
+
   void Add(ChunkId chunk, bool is_written) {
     const Access access = is_written ? Access::kWrite : Access::kRead;
     for (ChunkAccess& known : accesses_) {

@@ -19,6 +19,7 @@
 
 #include "glue/access_set.h"
 #include "glue/guard_kernel.h"
+#include "glue/op_facts.h"
 #include "glue/typed_guard.h"
 
 namespace patrickstar {
@@ -48,12 +49,24 @@ constexpr std::array kKeyPairs = {
     KeyPair{DispatchKey::NestedTensorPrivateUse2, DispatchKey::NestedTensorCPU},
 };
 
-// Composite ops that read data above the backend keys: guarded at the autograd key as well.
+// Composite ops that read data above the backend keys.
 const std::set<std::string>& CompositeReaders() {
-  static const std::set<std::string> readers = {"aten::tensor_split.tensor_indices_or_sections",
-                                                "aten::ctc_loss.Tensor", "aten::ctc_loss.IntList",
-                                                "aten::_pad_packed_sequence"};
+  static const std::set<std::string> readers = {
+      "aten::tensor_split.tensor_indices_or_sections",
+      "aten::ctc_loss.Tensor",
+      "aten::ctc_loss.IntList",
+      "aten::_pad_packed_sequence",
+      "aten::max_pool1d",
+  };
   return readers;
+}
+
+// Ops that touch data above the backend keys are guarded at the autograd key as well: some
+// composites read it, and those with an `out` resize it there.
+bool IsGuardedAbove(const OperatorHandle& op, const std::string& full_name) {
+  if (CompositeReaders().count(full_name) != 0) return true;
+  return op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) &&
+         !op.hasKernelForDispatchKey(DispatchKey::CPU) && OpFacts(op.schema()).may_resize;
 }
 
 // Hears of new ops. It is called under the dispatcher's lock and before the op has kernels:
@@ -92,7 +105,7 @@ class Registrar {
  private:
   size_t RegisterOp(const OperatorHandle& op, const c10::OperatorName& name) {
     const std::string full_name = c10::toString(name);
-    if (CompositeReaders().count(full_name) != 0) {
+    if (IsGuardedAbove(op, full_name)) {
       return Register(op, DispatchKey::AutogradPrivateUse2, full_name) +
              Register(op, DispatchKey::PrivateUse2, full_name);
     }

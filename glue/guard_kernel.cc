@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "glue/guard_kernel.h"
 
+#include <algorithm>
 #include <array>
 #include <utility>
 #include <vector>
@@ -9,6 +10,7 @@
 #include "glue/errors.h"
 #include "glue/managed_storage.h"
 #include "glue/optimizers.h"
+#include "glue/sparse_parts.h"
 
 namespace patrickstar {
 namespace {
@@ -28,16 +30,59 @@ void AddValue(const IValue& value, bool is_written, AccessSet* set) {
   }
 }
 
+bool HasManagedPart(const c10::TensorImpl* tensor) {
+  const auto parts = SparsePartsOf(tensor);
+  return std::any_of(parts.begin(), parts.end(),
+                     [](const auto* part) { return ManagedStorageOf(part) != nullptr; });
+}
+
 // A result over managed storage that lost the key. (One with the key over other storage is
 // harmless: the guard finds nothing to lease.)
 bool IsKeyLost(const c10::TensorImpl* tensor) {
-  return !has_managed_key(tensor) && ManagedStorageOf(tensor) != nullptr;
+  if (has_managed_key(tensor)) return false;
+  return tensor->has_storage() ? ManagedStorageOf(tensor) != nullptr : HasManagedPart(tensor);
 }
 
 at::Tensor WithManagedKey(const at::Tensor& tensor) {
+  if (tensor.layout() != at::kStrided || tensor.is_nested()) {
+    SettleUnusualResult(tensor);
+    return tensor;
+  }
   return MakeManagedTensor(tensor.storage(), tensor.dtype(), tensor.sizes(), tensor.strides(),
                            tensor.storage_offset());
 }
+
+// Lets an op resize what it writes; what it has resized is ordinary afterwards.
+class ResizableArguments {
+ public:
+  ResizableArguments(const OpFacts& facts, const Stack& stack) {
+    const size_t begin = stack.size() - facts.num_arguments;
+    for (const size_t index : facts.tensor_arguments) {
+      if (facts.is_written(index)) Add(stack[begin + index]);
+    }
+  }
+  ~ResizableArguments() {
+    for (const c10::Storage& storage : storages_) {
+      ManagedStorage* const managed = ManagedStorageOf(storage.unsafeGetStorageImpl());
+      if (managed != nullptr) managed->LeaveIfResized();
+    }
+  }
+  ResizableArguments(const ResizableArguments&) = delete;
+  ResizableArguments& operator=(const ResizableArguments&) = delete;
+
+ private:
+  void Add(const IValue& value) {
+    if (value.isTensor()) {
+      const c10::TensorImpl* const tensor = value.unsafeToTensorImpl();
+      if (ManagedStorageOf(tensor) != nullptr) storages_.push_back(tensor->storage());
+    } else if (value.isList()) {
+      for (const IValue& element : value.toListRef()) Add(element);
+    }
+  }
+
+  const ResizeScope scope_;
+  c10::SmallVector<c10::Storage, 2> storages_;
+};
 
 void FixResults(const OpFacts& facts, Stack* stack) {
   for (const size_t index : facts.tensor_returns) {
@@ -94,7 +139,10 @@ void GuardKernel::operator()(const OperatorHandle& op, DispatchKeySet keys, Stac
   Engine* const engine = Engine::Get();
   if (engine == nullptr) return Redispatch(op, keys, stack);
   if (has_dead_slots()) FreeDeadSlots(engine);
-  if (facts_.like != LikeOp::kNone && AnswerLike(facts_.like, engine, stack)) return;
+  if (facts_.like != LikeOp::kNone && !OpScope::is_inside() &&
+      AnswerLike(facts_.like, engine, stack)) {
+    return;
+  }
   if (!facts_.is_data_needed) {
     Redispatch(op, keys, stack);
     return FixResults(facts_, stack);
@@ -116,7 +164,9 @@ void GuardKernel::Run(Engine* engine, const OperatorHandle& op, DispatchKeySet k
     const size_t length = ListLength(facts_, *stack);
     if (length > 1) return RunInParts(engine, op, keys, stack, length);
   }
-  const TorchLease lease(engine, set.accesses(), facts_.name);
+  const OpScope scope(engine, set.accesses(), facts_.name);
+  if (!facts_.may_resize) return Redispatch(op, keys, stack);
+  const ResizableArguments resizable(facts_, *stack);
   Redispatch(op, keys, stack);
 }
 

@@ -7,14 +7,20 @@
 
 #include <utility>
 
+#include "glue/errors.h"
+
 namespace patrickstar {
 namespace {
 
-// Marks managed storages. It allocates nothing: they are not resizable.
+// Marks managed storages. It allocates for those that a kernel resizes, see LeaveIfResized.
 class ManagedAllocator final : public c10::Allocator {
  public:
-  c10::DataPtr allocate(size_t) override {
-    TORCH_CHECK(false, "a managed tensor cannot change its size; clone it first");
+  c10::DataPtr allocate(size_t num_bytes) override {
+    if (ResizeScope::is_inside()) return c10::GetCPUAllocator()->allocate(num_bytes);
+    ThrowThroughTorch(
+        Unsupported("cannot give the storage of a managed tensor " + std::to_string(num_bytes) +
+                    " bytes: expected its own size outside of an operator that resizes; resize a "
+                    "tensor.detach().clone(), or give `out` the shape of the result"));
   }
   void copy_data(void*, const void*, std::size_t) const override {
     TORCH_CHECK(false, "a managed tensor cannot be copied by its allocator; clone it");
@@ -41,11 +47,14 @@ void PushDeadSlot(Slot* slot) {
   }
 }
 
+// Linked by next_dead; their chunks may still be leased.
+thread_local Slot* departed_slots = nullptr;
+
 }  // namespace
 
 ManagedStorage::ManagedStorage(Slot* slot, c10::Device device)
     : StorageImpl(use_byte_size_t(), slot->num_bytes, Borrow(nullptr, device), Allocator(),
-                  /*resizable=*/false),
+                  /*resizable=*/true),
       slot_(slot) {}
 
 ManagedStorage::~ManagedStorage() {
@@ -61,13 +70,24 @@ void ManagedStorage::release_resources() {
 }
 
 void ManagedStorage::PointAt(void* data) {
+  if (has_left()) return;
   clear_data_ptr_access_error_msg_();
   set_data_ptr_noswap(Borrow(data, device()));
 }
 
 void ManagedStorage::PointAtNothing(const std::string& message) {
+  if (has_left()) return;
   set_data_ptr_noswap(Borrow(nullptr, device()));
   release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+}
+
+bool ManagedStorage::has_left() const { return allocator() != Allocator(); }
+
+void ManagedStorage::LeaveIfResized() {
+  if (slot_ == nullptr || static_cast<int64_t>(nbytes()) == slot_->num_bytes) return;
+  set_allocator(c10::GetCPUAllocator());
+  slot_->next_dead = departed_slots;
+  departed_slots = std::exchange(slot_, nullptr);
 }
 
 void ManagedStorage::MakePlain(c10::DataPtr data) {
@@ -101,9 +121,22 @@ at::Tensor MakeManagedTensor(c10::Storage storage, caffe2::TypeMeta dtype, at::I
   return tensor;
 }
 
+at::Tensor FlatView(const c10::Storage& storage, caffe2::TypeMeta dtype) {
+  const auto num_elements = static_cast<int64_t>(storage.nbytes() / dtype.itemsize());
+  return MakeManagedTensor(storage, dtype, {num_elements}, {1}, 0);
+}
+
 at::Tensor MakeRawTensor(void* data, const at::Tensor& like) {
   return at::from_blob(data, like.sizes(), like.strides(),
                        at::TensorOptions().dtype(like.dtype()).device(c10::kCPU));
+}
+
+void FreeDepartedSlots() {
+  while (departed_slots != nullptr) {
+    Slot* const slot = departed_slots;
+    departed_slots = slot->next_dead;
+    PushDeadSlot(slot);
+  }
 }
 
 Slot* TakeDeadSlots() { return dead_slots.exchange(nullptr, std::memory_order_acquire); }

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // ManagedStorage: a StorageImpl over chunk memory. Each managed tensor has one of its
-// own: offset 0, exact size, not resizable. Slot: its place in a chunk.
+// own: offset 0, exact size. Slot: its place in a chunk.
 //
 // A managed storage is recognised by its allocator, which no fetch changes; its data
 // pointer may be read under a lease only. The registry holds a weak reference, so the
 // object outlives its last user and its pointer may be written until the slot is freed.
 // When the last user lets go, on any thread, the slot is pushed on a lock-free list and
-// nothing else happens.
+// nothing else happens. A kernel that gives the storage memory of another size (a growing
+// resize_, an `out=` of another shape) makes it an ordinary one: it leaves its slot.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -54,11 +55,34 @@ class ManagedStorage final : public c10::StorageImpl {
   void PointAt(void* data);
   void PointAtNothing(const std::string& message);
 
+  // Makes the storage an ordinary one if a kernel has given it memory of another size. Its
+  // slot is free once FreeDepartedSlots is called on this thread.
+  // REQUIRES: the caller leases its chunk.
+  void LeaveIfResized();
+
   // Turns the storage into an ordinary one that owns `data`. Called by the registry only.
   void MakePlain(c10::DataPtr data);
 
  private:
+  // Its slot may know it a little longer than it knows its slot.
+  bool has_left() const;
+
   Slot* slot_;
+};
+
+// While one lives on a thread, kernels there may give managed storages other memory.
+// Whoever makes one calls LeaveIfResized on those that it may have been.
+class ResizeScope {
+ public:
+  ResizeScope() { ++num_on_thread_; }
+  ~ResizeScope() { --num_on_thread_; }
+  ResizeScope(const ResizeScope&) = delete;
+  ResizeScope& operator=(const ResizeScope&) = delete;
+
+  static bool is_inside() { return num_on_thread_ != 0; }
+
+ private:
+  static inline thread_local int num_on_thread_ = 0;
 };
 
 // Null when the storage or tensor is not managed. Never touches the data pointer.
@@ -77,8 +101,14 @@ inline bool has_managed_key(const c10::TensorImpl* tensor) {
 at::Tensor MakeManagedTensor(c10::Storage storage, caffe2::TypeMeta dtype, at::IntArrayRef sizes,
                              at::IntArrayRef strides, int64_t storage_offset);
 
+// A one-dimensional managed tensor over all of a managed storage.
+at::Tensor FlatView(const c10::Storage& storage, caffe2::TypeMeta dtype);
+
 // A tensor over memory, which the guard does not see. For use under a lease.
 at::Tensor MakeRawTensor(void* data, const at::Tensor& like);
+
+// For slots that storages have left on this thread, when it leases nothing any more.
+void FreeDepartedSlots();
 
 // Slots whose storages died, newest first, linked by next_dead; the list is empty then.
 Slot* TakeDeadSlots();

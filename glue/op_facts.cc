@@ -42,13 +42,25 @@ bool IsWritten(const c10::Argument& argument) {
   return is_marked || argument.name() == "running_mean" || argument.name() == "running_var";
 }
 
+// A view of its only tensor. One with a second tensor reads that: where to split, say.
 bool IsPureView(const c10::FunctionSchema& schema) {
   const auto is_alias = [](const c10::Argument& result) {
     return result.alias_info() != nullptr && !result.alias_info()->isWrite();
   };
+  const auto holds_tensors = [](const c10::Argument& argument) {
+    return MayHoldTensors(argument.type());
+  };
   return schema.name().starts_with("aten::") && !schema.returns().empty() &&
+         std::count_if(schema.arguments().begin(), schema.arguments().end(), holds_tensors) == 1 &&
          std::none_of(schema.arguments().begin(), schema.arguments().end(), &IsWritten) &&
          std::all_of(schema.returns().begin(), schema.returns().end(), is_alias);
+}
+
+bool MayResize(const c10::FunctionSchema& schema) {
+  const auto is_out = [](const c10::Argument& argument) { return argument.is_out(); };
+  return schema.name().starts_with("aten::resize") ||
+         schema.name().starts_with("aten::_resize_output") ||
+         std::any_of(schema.arguments().begin(), schema.arguments().end(), is_out);
 }
 
 LikeOp LikeOpOf(const std::string& name, const std::string& overload) {
@@ -78,6 +90,7 @@ OpFacts::OpFacts(const c10::FunctionSchema& schema)
       num_arguments(schema.arguments().size()),
       num_returns(schema.returns().size()),
       is_rebinding(schema.name() == "aten::set_"),
+      may_resize(MayResize(schema)),
       is_list_op(IsListOp(schema)),
       like(LikeOpOf(schema.name(), schema.overload_name())) {
   for (size_t index = 0; index < num_arguments; ++index) {

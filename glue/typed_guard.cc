@@ -93,7 +93,7 @@ class TypedGuard<Op, Result(Arguments...)> {
     if constexpr (kIsListOp) {
       if (!engine->store().CanHold(set.accesses())) return CallInParts(keys, arguments...);
     }
-    const TorchLease lease(engine, set.accesses(), facts.name);
+    const OpScope scope(engine, set.accesses(), facts.name);
     return Op::redispatch(BelowGuard(keys), arguments...);
   }
 
