@@ -275,16 +275,18 @@ class Adopter:
             tracked.gradient_hook = register(_C.take_gradient)
 
     def _mark_left_out(self, tensor: torch.Tensor) -> None:
-        self._left_out[id(tensor)] = weakref.ref(tensor)
+        key = id(tensor)
+        self._left_out[key] = weakref.ref(tensor, lambda dead: self._forget_left_out(key, dead))
+
+    def _forget_left_out(self, key: int, dead: weakref.ref[torch.Tensor]) -> None:
+        if self._left_out.get(key) is dead:  # else its id was used again
+            del self._left_out[key]
 
     def _is_left_out(self, tensor: torch.Tensor) -> bool:
         left_out = self._left_out.get(id(tensor))
         if left_out is None:
             return False
-        if left_out() is tensor:
-            return True
-        del self._left_out[id(tensor)]  # of one that is dead, whose id was used again
-        return False
+        return left_out() is tensor
 
     def _mark_seen(self, module: nn.Module) -> None:
         key = id(module)

@@ -87,7 +87,12 @@ def init(
 def _start(settings: Config) -> Session:
     _load_in_order()
     session = Session(settings)
-    session.open()
+    try:
+        session.open()
+    except BaseException:
+        if _C.is_running():
+            session.close()  # what had been opened
+        raise
     set_current(session)
     return session
 

@@ -160,7 +160,14 @@ void AsyncFile::State::Start() {
   const SignalBlock block;
   std::lock_guard lock(join_mutex);
   for (int index = 0; index < options.num_threads; ++index) {
-    threads.emplace_back([this, index] { Work(index); });
+    try {
+      threads.emplace_back([this, index] { Work(index); });
+    } catch (const std::system_error& error) {
+      if (index != 0) return;  // fewer threads do the same, more slowly
+      throw IoError(StrCat("cannot start a thread for the spill file: ", error.code().message(),
+                           "; raise the limits of the process (ulimit -u, ulimit -v)"),
+                    error.code().value());
+    }
   }
 }
 

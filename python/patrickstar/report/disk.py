@@ -18,10 +18,17 @@ def free_space(folder: Path) -> int:
 
 
 def is_memory_backed(folder: Path) -> bool:
-    """Tells whether files of an existing folder are kept in memory (tmpfs and its relatives)."""
+    """Tells whether files of an existing folder are kept in memory (tmpfs and its relatives).
+
+    False where it cannot be known: without /proc, or without a descriptor left.
+    """
     device = os.stat(folder).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text()
+    except OSError:
+        return False
+    for line in mounts.splitlines():
         mount, _, source = line.partition(" - ")
         if mount.split()[2] == wanted:
             return source.split()[0] in _MEMORY_FILE_SYSTEMS
