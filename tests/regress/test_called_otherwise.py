@@ -154,7 +154,7 @@ def test_generation_of_several_lengths_between_steps(mode):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.full)])
 def test_a_compiled_model_trains_validates_and_trains_on(backend):
     def loop(recorder: helpers.Recorder) -> None:
         torch._dynamo.reset()

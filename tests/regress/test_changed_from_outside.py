@@ -86,7 +86,7 @@ def untie(model: Language) -> None:
     ],
     ids=lambda function: function.__name__,
 )
-@pytest.mark.parametrize("has_gradients", [False, True])
+@pytest.mark.parametrize("has_gradients", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_tied_embedding_of_another_size(change: Callable[[Language], None], has_gradients):
     def loop(recorder: helpers.Recorder) -> None:
         model = Language()
@@ -265,7 +265,14 @@ def foreach_and_out(model: nn.Module) -> None:
     ],
     ids=lambda function: function.__name__,
 )
-@pytest.mark.parametrize("when", ["before forward", "before step", "after step"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        "before step",
+        pytest.param("before forward", marks=pytest.mark.full),
+        pytest.param("after step", marks=pytest.mark.full),
+    ],
+)
 def test_edits_of_weights_survive_the_next_steps(edit, when):
     """At every place of the loop with one optimizer that goes on, in fp32 and bf16."""
 
@@ -373,6 +380,24 @@ def test_a_model_goes_through_many_starts_and_ends():
 def test_init_after_one_that_failed_in_the_middle_of_a_model(tmp_path):
     with pytest.raises(patrickstar.OutOfMemory), helpers.managed("16KiB", disk_space=0):
         helpers.Stack(8)
+    with helpers.managed("64KiB"):
+        helpers.plain(helpers.train_stack)
+        helpers.assert_nothing_left()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("stop"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("place", ["adoption.Adopter.open_doors", "raw_access.RawAccess.open"])
+def test_init_after_one_that_was_interrupted(monkeypatch, place, error):
+    def interrupt(*arguments: object) -> None:
+        raise error
+
+    before = num_hooks()
+    with monkeypatch.context() as patched:
+        patched.setattr(f"patrickstar.{place}", interrupt)
+        with pytest.raises(type(error)), helpers.managed("64KiB"):
+            pass
+    assert not patrickstar._C.is_running()
+    assert num_hooks() == before
     with helpers.managed("64KiB"):
         helpers.plain(helpers.train_stack)
         helpers.assert_nothing_left()

@@ -116,7 +116,10 @@ def unfreeze_weight_by_weight(
     [unfreeze_now, freeze_now, alternate, unfreeze_weight_by_weight],
     ids=lambda function: function.__name__,
 )
-@pytest.mark.parametrize("is_cleared", [True, False], ids=["cleared", "kept"])
+@pytest.mark.parametrize(
+    "is_cleared",
+    [pytest.param(True, id="cleared"), pytest.param(False, id="kept", marks=pytest.mark.full)],
+)
 def test_what_is_trained_changes_on_the_way(
     change: Callable[[nn.Module, torch.optim.Optimizer, int], None], is_cleared
 ):
