@@ -172,18 +172,21 @@ std::vector<Adoption> Adopt(Engine* engine, const std::vector<at::Tensor>& tenso
   return answers;
 }
 
-void Unmanage(Engine* engine, const at::Tensor& tensor) {
-  if (ManagedStorage* const storage = ManagedStorageOf(tensor)) {
-    if (engine->store().is_held(storage->slot()->chunk)) {
-      ThrowThroughTorch(
-          Unsupported("cannot unmanage a tensor that patrickstar.resident holds, or a neighbour in "
-                      "its chunk: an address may be in use; leave the `with` block first"));
-    }
-    ThroughTorch([&] {
-      const GilReleaseIfHeld without_gil;
-      engine->registry().MakePlain(storage);
-    });
+void UnmanageStorage(Engine* engine, ManagedStorage* storage) {
+  if (engine->store().is_held(storage->slot()->chunk)) {
+    ThrowThroughTorch(Unsupported(
+        "cannot unmanage a tensor whose address is in use, or that of a neighbour in its chunk: by "
+        "patrickstar.resident, a NumPy array or data_ptr(); leave the `with` block, drop the array "
+        "or take a step first"));
   }
+  ThroughTorch([&] {
+    const GilReleaseIfHeld without_gil;
+    engine->registry().MakePlain(storage);
+  });
+}
+
+void Unmanage(Engine* engine, const at::Tensor& tensor) {
+  if (ManagedStorage* const storage = ManagedStorageOf(tensor)) UnmanageStorage(engine, storage);
   if (!has_managed_key(tensor.unsafeGetTensorImpl())) return;
   auto plain = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(tensor.storage()), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());

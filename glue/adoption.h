@@ -31,7 +31,11 @@ std::vector<Adoption> Adopt(Engine* engine, const std::vector<at::Tensor>& tenso
                             const std::vector<std::string>& names);
 
 // Makes a managed tensor ordinary, in place; tensors over the same storage follow.
+// Throws: Unsupported when an address is in use, OutOfMemory, as torch::PyTorchError.
 void Unmanage(Engine* engine, const at::Tensor& tensor);
+
+// The same for a storage; its tensors follow, and keep a key that finds nothing to lease.
+void UnmanageStorage(Engine* engine, ManagedStorage* storage);
 
 // A dense strided CPU tensor with bytes, not managed and of no other system.
 bool IsPlainDense(const at::Tensor& tensor);

@@ -1,37 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Hold: a held lease on the chunks of some tensors, for raw access. While it lives their
-// bytes stay where they are, and count as part of every operation's own set.
+// Hold: a held lease on the chunks of some storages, for access that no op brackets: raw
+// readers, compiled graphs, collectives. While it lives their bytes stay where they are,
+// and count as part of every operation's own set.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
 
+#include <string_view>
 #include <vector>
 
 #include "glue/engine.h"
-#include "glue/managed_storage.h"
 
 namespace patrickstar {
 
+struct HeldStorage {
+  c10::Storage storage;
+  Access access = Access::kRead;
+};
+
 class Hold {
  public:
-  // Keeps the tensors alive. Takes leases for writing: who reads raw may also write.
+  // Keeps the managed storages among these alive; `what` says in messages who needs them.
   // Throws: OutOfMemory, IoError, CorruptData as torch::PyTorchError.
-  Hold(Engine* engine, std::vector<at::Tensor> tensors);
+  Hold(Engine* engine, std::vector<HeldStorage> storages, std::string_view what);
+  Hold(Engine* engine, const std::vector<c10::Storage>& storages, Access access,
+       std::string_view what);
   ~Hold() { Release(); }
   Hold(const Hold&) = delete;
   Hold& operator=(const Hold&) = delete;
 
-  // Idempotent.
+  // Idempotent. Called by one thread at a time, whichever it is.
   void Release();
 
  private:
+  void Add(ChunkId chunk, Access access);
+
   Engine* engine_;
-  std::vector<at::Tensor> tensors_;
+  std::vector<HeldStorage> storages_;
   std::vector<ChunkAccess> set_;
 };
-
-// Whether a held lease keeps the bytes of a storage where they are.
-bool IsHeld(Engine* engine, const ManagedStorage& storage);
 
 }  // namespace patrickstar

@@ -14,6 +14,7 @@ from patrickstar._extension import check_torch_version
 check_torch_version()
 
 from patrickstar import data  # noqa: E402 - nothing may load the extension before the check
+from patrickstar.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from patrickstar.errors import (  # noqa: E402
     CorruptData,
     Error,
@@ -48,8 +49,10 @@ __all__ = [
     "data",
     "init",
     "is_managed",
+    "load_checkpoint",
     "manage",
     "resident",
+    "save_checkpoint",
     "shutdown",
     "stats",
     "unmanage",

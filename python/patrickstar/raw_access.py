@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The patches of torch, all of them: readers that never meet the dispatcher.
+"""Readers and writers of a tensor's memory that never meet the dispatcher.
 
-Each tests the managed bit first and costs that one test otherwise; ``close()`` restores torch.
-On a managed tensor they raise our error unless the tensor is held by ``patrickstar.resident``,
-because an address they gave out would dangle after the next eviction. ``tolist`` gives the right
-answer; so does ``deepcopy``, and its result is managed too.
+Each is patched: on a managed tensor it finds the bytes in memory, and they stay there for as long
+as somebody may use the address it gave out: an array for its life, ``data_ptr()`` until the next
+step. What gives the memory itself to other processes makes the tensor ordinary first.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable
 from copy import deepcopy as deepcopy_of
-from types import ModuleType
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,153 +19,245 @@ from torch import nn
 from torch.utils import dlpack
 
 from patrickstar import _C
-from patrickstar.errors import Unsupported
+from patrickstar.addresses import Addresses
+from patrickstar.errors import OutOfMemory, Unsupported
+from patrickstar.patches import Function, Patches
+from patrickstar.saving import is_saving
 
-_READERS = (
-    "numpy",
-    "__array__",
-    "__dlpack__",
-    "data_ptr",
-    "const_data_ptr",
-    "is_shared",
-    "__reduce_ex__",
-)
-# Of an evicted storage torch would end the process in is_shared; writes would be lost at eviction.
-_STORAGE_READERS = ("is_shared", "data_ptr", "fill_", "copy_", "__setitem__")
-# These give the memory itself to others, and it is not ours to give.
-_GIVERS = ("share_memory_",)
-_STORAGE_GIVERS = ("_share_fd_cpu_", "_share_filename_cpu_")
+# Functions of safetensors, transformers, peft and accelerate that compare the storages of a whole
+# model: they get a number that no other storage has, and nothing needs to be kept.
+_IDENTITY_READERS = ("storage_ptr", "id_tensor_storage")
+
+_STORAGE_CALLS = ("__setitem__", "fill_", "_write_file", "_set_from_file", "byteswap")
+_SHARING_CALLS = ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_")
+_ELEMENT_CALLS = ("apply_", "map_", "map2_")
 
 
 class RawAccess:
     """Installs the patches and takes them away again."""
 
-    def __init__(self, adopt_copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    def __init__(
+        self, adopt_copy: Callable[[torch.Tensor, torch.Tensor], None], spill_dir: Path | None
+    ) -> None:
+        self.addresses = Addresses(spill_dir)
         self._adopt_copy = adopt_copy
-        self._originals: list[tuple[type | ModuleType, str, Any]] = []
+        self._patches = Patches()
 
     def open(self) -> None:
-        self._refuse(torch.Tensor, _READERS, _C.is_held)
-        self._refuse(torch.UntypedStorage, _STORAGE_READERS, _C.is_held)
-        self._refuse(torch.Tensor, _GIVERS, _never)
-        self._refuse(torch.UntypedStorage, _STORAGE_GIVERS, _never)
-        self._patch(torch.Tensor, "tolist", _cloning(torch.Tensor.tolist))
-        self._patch(torch.Tensor, "new_tensor", _on_plain(torch.Tensor.new_tensor))
-        self._patch(torch.Tensor, "set_", _not_sharing(torch.Tensor.set_))
-        to_dlpack = getattr(dlpack, "to_dlpack")  # noqa: B009 - torch does not list it
+        """Installs the patches."""
+        on_managed = self._patches.on_managed
+        on_managed(torch.Tensor, "numpy", _numpy)
+        on_managed(torch.Tensor, "__dlpack__", _on_held_alias)
         for module in (torch, dlpack):
-            self._patch(module, "to_dlpack", _refusing("to_dlpack", to_dlpack, _C.is_held))
-        for owner in (torch.Tensor, nn.Parameter):
-            copying = _copying(owner, owner.__deepcopy__, self._adopt_copy)
-            self._patch(owner, "__deepcopy__", copying)
+            on_managed(module, "to_dlpack", _on_held_alias)
+        for name in ("data_ptr", "const_data_ptr"):
+            on_managed(torch.Tensor, name, self._address)
+        on_managed(torch.UntypedStorage, "data_ptr", self._storage_address)
+        for owner in (torch.Tensor, torch.UntypedStorage):
+            on_managed(owner, "is_shared", _no)
+        for name in _SHARING_CALLS:
+            on_managed(torch.UntypedStorage, name, _on_ordinary)
+        for name in _STORAGE_CALLS:
+            on_managed(torch.UntypedStorage, name, _while_held)
+        on_managed(torch.UntypedStorage, "__getitem__", _get_item)
+        self._patches.replace(
+            torch.UntypedStorage, "copy_", _holding_arguments(torch.UntypedStorage.copy_)
+        )
+        for name in _ELEMENT_CALLS:
+            method = getattr(torch.Tensor, name)
+            self._patches.replace(torch.Tensor, name, _holding_arguments(method))
+        on_managed(torch.Tensor, "tolist", _on_copy)
+        on_managed(torch.Tensor, "new_tensor", _on_empty)
+        self._patches.replace(torch.Tensor, "set_", _setting(torch.Tensor.set_))
+        for tensor_type in (torch.Tensor, nn.Parameter):
+            on_managed(tensor_type, "__deepcopy__", self._deepcopy_of(tensor_type))
 
     def close(self) -> None:
-        for owner, name, original in self._originals:
-            if original is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
-        self._originals.clear()
+        """Takes the patches away."""
+        self._patches.close()
 
-    def _refuse(self, owner: type, names: Iterable[str], is_allowed: Callable[[Any], bool]) -> None:
-        for name in names:
-            self._patch(owner, name, _refusing(name, getattr(owner, name), is_allowed))
+    def _address(self, original: Function) -> Function:
+        def data_ptr(self_: torch.Tensor) -> Any:
+            self.addresses.keep(self_.untyped_storage(), _call(original, self_))
+            return original(self_)
 
-    def _patch(self, owner: type | ModuleType, name: str, replacement: Callable[..., Any]) -> None:
-        original = owner.__dict__.get(name)  # None: inherited from the C type
-        self._originals.append((owner, name, original))
-        setattr(owner, name, replacement)
+        return data_ptr
+
+    def _storage_address(self, original: Function) -> Function:
+        def data_ptr(self_: torch.UntypedStorage) -> Any:
+            if is_saving():
+                return 0  # torch.save compares addresses, and passes over storages without one
+            if sys._getframe(1).f_code.co_name in _IDENTITY_READERS:
+                return self_._cdata
+            if self.addresses.has_copy_of(self_):
+                return self.addresses.of_copy(self_)
+            try:
+                self.addresses.keep(self_, _call(original, self_))
+            except OutOfMemory:
+                return self.addresses.of_copy(self_)
+            return original(self_)
+
+        return data_ptr
+
+    def _deepcopy_of(self, owner: type) -> Callable[[Function], Function]:
+        def handler_of(original: Function) -> Function:
+            def deepcopy(self_: torch.Tensor, memo: dict[int, Any]) -> Any:
+                if not self_.is_leaf or type(self_) is not owner:
+                    return original(self_, memo)
+                return memo[id(self_)] if id(self_) in memo else self._copy(self_, memo)
+
+            return deepcopy
+
+        return handler_of
+
+    def _copy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        copy = tensor.detach().clone(memory_format=torch.preserve_format)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if is_parameter:
+            copy = nn.Parameter(copy, tensor.requires_grad)
+        else:
+            copy.requires_grad_(tensor.requires_grad)
+        memo[id(tensor)] = copy
+        self._adopt_copy(tensor, copy)
+        if not is_parameter:  # as torch does, for parameters it does not
+            copy.__dict__ = deepcopy_of(tensor.__dict__, memo)
+            if tensor.grad is not None:
+                copy.grad = deepcopy_of(tensor.grad, memo)
+        return copy
 
 
-def _never(tensor_or_storage: object) -> bool:
-    return False
+def _call(function: Function, obj: object) -> str:
+    return f"{function.__name__}() of {_C.name_of(obj)!r}"  # type: ignore[arg-type]
 
 
-def _refusing(
-    name: str, original: Callable[..., Any], is_allowed: Callable[[Any], bool]
-) -> Callable[..., Any]:
-    """Refuses on what is managed, unless it `is_allowed`."""
+def _numpy(original: Function) -> Function:
+    """The array keeps a tensor alive as its base; that one gets the lease."""
 
-    @functools.wraps(original)
-    def read(self: torch.Tensor | torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-        if _C.is_managed(self) and not is_allowed(self):
-            remedy = "use tensor.detach().clone() for a copy"
-            if is_allowed is not _never:
-                remedy += ", or `with patrickstar.resident(tensor):` around the access"
-            raise Unsupported(
-                f"cannot call {name} on managed tensor {_C.name_of(self)!r}: its memory moves; "
-                + remedy
-            )
-        return original(self, *args, **kwargs)
+    def numpy(self: torch.Tensor, *, force: bool = False) -> Any:
+        source = self.detach().resolve_conj().resolve_neg() if force else self
+        if not _C.is_managed(source):
+            return original(source)
+        hold = _C.Hold([source], is_written=True, what=_call(original, self))
+        array = original(source)
+        array.base._patrickstar_hold = hold
+        return array
+
+    return numpy
+
+
+def _on_held_alias(original: Function) -> Function:
+    """What is returned keeps the tensor alive that was asked: one with a lease of its own."""
+
+    def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        alias = torch.ops.aten.alias(self)
+        hold = _C.Hold([alias], is_written=True, what=_call(original, self))
+        alias._patrickstar_hold = hold
+        return original(alias, *args, **kwargs)
 
     return read
 
 
-def _on_plain(original: Callable[..., Any]) -> Callable[..., Any]:
+def _no(original: Function) -> Function:
+    def answer(self: object) -> bool:
+        return False
+
+    return answer
+
+
+def _on_ordinary(original: Function) -> Function:
+    """Makes the storage an ordinary one first: its memory is about to be given away."""
+
+    def share(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        _C.unmanage_storage(self)
+        return original(self, *args, **kwargs)
+
+    return share
+
+
+def _while_held(original: Function) -> Function:
+    def call(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        hold = _C.Hold([self], is_written=True, what=_call(original, self))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            hold.release()
+
+    return call
+
+
+def _get_item(original: Function) -> Function:
+    held = _while_held(original)
+
+    def get_item(self: torch.UntypedStorage, index: Any) -> Any:
+        if isinstance(index, slice):
+            raise Unsupported(
+                f"cannot slice the storage of managed tensor {_C.name_of(self)!r}: the slice would "
+                "share memory that moves; slice the tensor, or a clone of it"
+            )
+        return held(self, index)
+
+    return get_item
+
+
+def _holding_arguments(original: Function) -> Function:
+    """For calls that read or write the memory of any of their arguments."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        managed = [x for x in (*args, *kwargs.values()) if _C.is_managed(x)]
+        if not managed:
+            return original(*args, **kwargs)
+        hold = _C.Hold(managed, is_written=True, what=_call(original, managed[0]))
+        try:
+            return original(*args, **kwargs)
+        finally:
+            hold.release()
+
+    return call
+
+
+def _on_copy(original: Function) -> Function:
+    def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(self.detach().clone(), *args, **kwargs)
+
+    return read
+
+
+def _on_empty(original: Function) -> Function:
     """Asks a plain tensor of the same type: for methods that need no data of their own."""
 
-    @functools.wraps(original)
     def make(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        plain = torch.empty(0, dtype=self.dtype) if _C.is_managed(self) else self
-        return original(plain, *args, **kwargs)
+        return original(torch.empty(0, dtype=self.dtype), *args, **kwargs)
 
     return make
 
 
-def _not_sharing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuses to build a tensor over the storage of a managed one: it would not be managed."""
+def _setting(original: Function) -> Function:
+    """Over the storage of a managed tensor, ``set_`` makes a managed tensor."""
 
-    @functools.wraps(original)
-    def set_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        source = args[0] if args else kwargs.get("source")
-        is_whole_tensor = isinstance(source, torch.Tensor) and len(args) + len(kwargs) == 1
+    def set_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        source: Any = args[0] if args else kwargs.get("source")
         if isinstance(source, torch.storage.TypedStorage):
             source = source._untyped_storage
-        if (
-            isinstance(source, (torch.Tensor, torch.UntypedStorage))
-            and not is_whole_tensor
-            and _C.is_managed(source)
-            and not _C.is_held(source)
-        ):
-            raise Unsupported(
-                f"cannot call set_ with the storage of managed tensor {_C.name_of(source)!r}: its "
-                "memory moves; use copy_(), or a view of the tensor"
-            )
-        return original(self, *args, **kwargs)
+        is_window = isinstance(source, torch.Tensor) and len(args) + len(kwargs) > 1
+        if is_window:
+            source = source.untyped_storage()
+        if isinstance(source, torch.UntypedStorage) and _C.is_managed(source):
+            view = _windowed(_C.flat_view(source, self.dtype), *args[1:], **kwargs)
+            return original(self, view)  # type: ignore[no-any-return]
+        return original(self, *args, **kwargs)  # type: ignore[no-any-return]
 
     return set_
 
 
-def _cloning(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return original(self.detach().clone() if _C.is_managed(self) else self, *args, **kwargs)
-
-    return read
-
-
-def _copying(
-    owner: type,
-    original: Callable[..., Any],
-    adopt_copy: Callable[[torch.Tensor, torch.Tensor], None],
-) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> Any:
-        if not _C.is_managed(self) or not self.is_leaf or type(self) is not owner:
-            return original(self, memo)
-        if id(self) in memo:
-            return memo[id(self)]
-        copy = self.detach().clone(memory_format=torch.preserve_format)
-        if owner is nn.Parameter:
-            copy = nn.Parameter(copy, self.requires_grad)
-        else:
-            copy.requires_grad_(self.requires_grad)
-        memo[id(self)] = copy
-        adopt_copy(self, copy)
-        if owner is torch.Tensor:  # as torch does, for parameters it does not
-            copy.__dict__ = deepcopy_of(self.__dict__, memo)
-            if self.grad is not None:
-                copy.grad = deepcopy_of(self.grad, memo)
-        return copy
-
-    return deepcopy
+def _windowed(
+    flat: torch.Tensor,
+    storage_offset: int = 0,
+    size: Any = None,
+    stride: Any = None,
+    source: Any = None,
+) -> torch.Tensor:
+    if size is None:
+        return flat[storage_offset:]
+    if stride is None:
+        stride = torch.empty(size, device="meta").stride()
+    return flat.as_strided(size, stride, storage_offset)

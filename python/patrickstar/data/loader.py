@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data loader of a script that may later run in many processes."""
+"""The data loader of a script that may later run in many processes, or go on in mid-epoch."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch.utils.data
+
+from patrickstar.random_state import random_state, set_random_state
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -14,7 +17,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     """Loads batches exactly as ``torch.utils.data.DataLoader`` does, with its signature.
 
     Use this name in a script instead of torch's: in one process the two give the same batches for
-    the same seed.
+    the same seed. ``state_dict()`` says where in an epoch the loop is; after ``load_state_dict()``
+    the next loop over the loader starts there, with the batches that would have come.
 
     Args:
         *args, **kwargs: Those of ``torch.utils.data.DataLoader``.
@@ -24,3 +28,75 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         >>> [batch.tolist() for batch in DataLoader(range(4), batch_size=2)]
         [[0, 1], [2, 3]]
     """
+
+    _epoch: _Epoch | None = None
+    _resumed: Mapping[str, Any] | None = None
+
+    def __iter__(self) -> Any:
+        resumed, self._resumed = self._resumed, None
+        if resumed is None:
+            self._epoch = _Epoch(self)
+            return self._epoch
+        now = random_state()
+        set_random_state(resumed["random"])
+        for generator, state in zip(_generators(self), resumed["generators"], strict=False):
+            generator.set_state(state)
+        self._epoch = _Epoch(self)
+        for _ in range(resumed["num_batches"]):  # again, so that what is drawn for them is drawn
+            next(self._epoch)
+        set_random_state(now)
+        return self._epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: batches given out in this epoch, and the random states at its start.
+
+        Empty between two epochs. For ``patrickstar.save_checkpoint``.
+        """
+        return {} if self._epoch is None else self._epoch.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Lets the next loop start at a saved position.
+
+        The batches before it are loaded once more and thrown away.
+        """
+        self._epoch = None
+        self._resumed = state if state else None
+
+
+class _Epoch(Iterator[Any]):
+    """One pass over a loader, counted."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self._random = random_state()
+        self._generators = [generator.get_state() for generator in _generators(loader)]
+        self._num_batches = 0
+        self._batches = super(DataLoader, loader).__iter__()
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            if self._loader._epoch is self:
+                self._loader._epoch = None
+            raise
+        self._num_batches += 1
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "random": self._random,
+            "generators": self._generators,
+            "num_batches": self._num_batches,
+        }
+
+
+def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
+    found = (loader.generator, getattr(loader.sampler, "generator", None))
+    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
