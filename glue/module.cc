@@ -18,6 +18,7 @@
 #include "glue/heap.h"
 #include "glue/managed_storage.h"
 #include "glue/optimizers.h"
+#include "glue/raw_reader.h"
 #include "glue/residency.h"
 #include "patrickstar/base/error.h"
 
@@ -56,6 +57,7 @@ py::dict StatsAsDict() {
   result["num_fetches"] = stats.counters.num_fetches;
   result["num_evictions"] = stats.counters.num_evictions;
   result["num_leases"] = stats.num_held_leases;
+  result["held_bytes"] = stats.held_bytes;
   result["num_op_leases"] = stats.counters.num_op_leases;
   result["stall_seconds"] = stats.counters.stall_seconds;
   result["mapped_bytes"] = stats.mapped_bytes;
@@ -63,13 +65,18 @@ py::dict StatsAsDict() {
   return result;
 }
 
-// The managed storage of a tensor, or of a storage object; null when it is not managed.
-ManagedStorage* ManagedStorageIn(const py::handle& object) {
-  if (torch::isStorage(object.ptr())) {
-    return ManagedStorageOf(torch::createStorage(object.ptr()).unsafeGetStorageImpl());
+// The storages of tensors and storage objects.
+std::vector<c10::Storage> StoragesOf(const py::iterable& objects) {
+  std::vector<c10::Storage> storages;
+  for (const py::handle& object : objects) {
+    if (torch::isStorage(object.ptr())) {
+      storages.push_back(torch::createStorage(object.ptr()));
+    } else {
+      const auto tensor = py::cast<at::Tensor>(object);
+      if (tensor.has_storage()) storages.push_back(tensor.storage());
+    }
   }
-  const auto tensor = py::cast<at::Tensor>(object);
-  return tensor.defined() ? ManagedStorageOf(tensor) : nullptr;
+  return storages;
 }
 
 // A hold on what a compiled graph takes, for writing at the indexes in `written`; none when
@@ -125,13 +132,11 @@ void RegisterEngine(py::module_& module) {
 
 void RegisterResidency(py::module_& module) {
   py::class_<Hold>(module, "Hold")
-      .def(py::init([](const std::vector<at::Tensor>& tensors) {
-        std::vector<c10::Storage> storages;
-        for (const at::Tensor& tensor : tensors) {
-          if (tensor.has_storage()) storages.push_back(tensor.storage());
-        }
-        return std::make_unique<Hold>(Running(), storages, Access::kWrite, "patrickstar.resident");
-      }))
+      .def(py::init([](const py::iterable& objects, bool is_written, const std::string& what) {
+             return std::make_unique<Hold>(Running(), StoragesOf(objects),
+                                           is_written ? Access::kWrite : Access::kRead, what);
+           }),
+           py::arg("tensors_or_storages"), py::kw_only(), py::arg("is_written"), py::arg("what"))
       .def("release", &Hold::Release);
   module.def("hold_inputs", &HoldInputs, py::arg("inputs"), py::arg("written"), py::arg("what"));
   py::class_<OutsideBytes>(module, "Reservation").def("release", &OutsideBytes::Release);
@@ -139,9 +144,9 @@ void RegisterResidency(py::module_& module) {
       "reserve",
       [](int64_t num_bytes) { return Running()->store().Reserve(num_bytes, "building a model"); },
       py::call_guard<py::gil_scoped_release>());
-  module.def("is_held", [](const py::handle& tensor_or_storage) {
-    const ManagedStorage* const storage = ManagedStorageIn(tensor_or_storage);
-    return storage != nullptr && Running()->store().is_held(storage->slot()->chunk);
+  RegisterRawReader(module.ptr());
+  module.def("flat_view", [](const py::handle& storage, at::ScalarType dtype) {
+    return FlatView(torch::createStorage(storage.ptr()), c10::scalarTypeToTypeMeta(dtype));
   });
 }
 
@@ -159,11 +164,16 @@ void RegisterAdoption(py::module_& module) {
   module.def("unmanage", [](const at::Tensor& tensor) {
     if (Engine* const engine = Engine::Get()) Unmanage(engine, tensor);
   });
+  module.def("unmanage_storage", [](const py::handle& storage) {
+    if (ManagedStorage* const managed = ManagedStorageIn(storage.ptr())) {
+      UnmanageStorage(Running(), managed);
+    }
+  });
   module.def("is_managed", [](const py::handle& tensor_or_storage) {
-    return ManagedStorageIn(tensor_or_storage) != nullptr;
+    return ManagedStorageIn(tensor_or_storage.ptr()) != nullptr;
   });
   module.def("name_of", [](const py::handle& tensor_or_storage) {
-    ManagedStorage* const storage = ManagedStorageIn(tensor_or_storage);
+    ManagedStorage* const storage = ManagedStorageIn(tensor_or_storage.ptr());
     return storage == nullptr ? std::string() : Running()->registry().NameOf(storage);
   });
   module.def("rename", [](const at::Tensor& tensor, const std::string& name) {

@@ -23,6 +23,7 @@ from patrickstar.report.memory import available_memory, peak_resident_set_bytes
 from patrickstar.report.run_log import RunLog
 from patrickstar.report.stats import Stats
 from patrickstar.report.units import format_bytes
+from patrickstar.saving import Saving
 
 _logger = logging.getLogger("patrickstar")
 
@@ -44,8 +45,9 @@ class Session:
         self._log = RunLog(config.log) if config.log is not None else None
         self._adopter = Adopter(pending_bytes=min(config.chunk_size, config.host_memory // 8))
         self._optimizer_hooks = OptimizerHooks(self._adopter, self._on_boundary)
-        self._raw_access = RawAccess(self._adopter.adopt_copy)
+        self._raw_access = RawAccess(self._adopter.adopt_copy, config.spill_dir)
         self._compiled_graphs = CompiledGraphs()
+        self._saving = Saving()
         self._steps = 0
         self._start = time.monotonic()
         self._last_record: Mapping[str, Any] = {}
@@ -69,6 +71,7 @@ class Session:
         self._optimizer_hooks.open()
         self._raw_access.open()
         self._compiled_graphs.open()
+        self._saving.open()
 
     def close(self) -> None:
         """Turns every managed tensor into an ordinary one and stops the engine.
@@ -78,11 +81,13 @@ class Session:
             OutOfMemory: Memory cannot take what is on disk; management stays on.
         """
         _C.free_dead_slots()
+        self._raw_access.addresses.release()
         counters = _C.stats()
         if counters["num_leases"]:
             raise Error(
-                f"cannot shut down: patrickstar.resident holds {counters['num_leases']} chunks; "
-                "leave its `with` block first"
+                f"cannot shut down: addresses in {counters['num_leases']} chunks are in use, by "
+                "patrickstar.resident or by NumPy arrays and DLPack capsules over managed tensors; "
+                "leave the `with` block and drop the arrays, or copy them"
             )
         outside = counters["managed_bytes"] - counters["host_resident_bytes"]
         room = available_memory()
@@ -102,6 +107,7 @@ class Session:
             stack.callback(_C.tune_malloc, False)
             stack.callback(self._compiled_graphs.close)
             stack.callback(self._raw_access.close)
+            stack.callback(self._saving.close)
             stack.callback(self._optimizer_hooks.close)
             stack.callback(self._adopter.close_doors)
 
@@ -146,6 +152,7 @@ class Session:
             )
 
     def _on_boundary(self) -> None:
+        self._raw_access.addresses.release()
         _C.install_guard()
         self._adopter.sweep()
         _C.free_dead_slots()
@@ -158,7 +165,8 @@ class Session:
 
     def _counters(self) -> dict[str, Any]:
         counters = _C.stats()
-        del counters["mapped_bytes"], counters["mapped_peak_bytes"]
+        for internal in ("held_bytes", "mapped_bytes", "mapped_peak_bytes"):
+            del counters[internal]
         counters.update(
             steps=self._steps,
             skipped_steps=0,
@@ -299,7 +307,8 @@ def resident(*objs: nn.Module | torch.Tensor | Iterable[Any]) -> Iterator[None]:
         >>> patrickstar.shutdown()
     """
     _running()
-    hold = _C.Hold([tensor for obj in objs for tensor in _tensors_of(obj, "resident")])
+    tensors = [tensor for obj in objs for tensor in _tensors_of(obj, "resident")]
+    hold = _C.Hold(tensors, is_written=True, what="patrickstar.resident")
     try:
         yield
     finally:
