@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "glue/errors.h"
+#include "patrickstar/base/text.h"
 
 namespace patrickstar {
 namespace {
@@ -18,9 +19,10 @@ class ManagedAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t num_bytes) override {
     if (ResizeScope::is_inside()) return c10::GetCPUAllocator()->allocate(num_bytes);
     ThrowThroughTorch(
-        Unsupported("cannot give the storage of a managed tensor " + std::to_string(num_bytes) +
-                    " bytes: expected its own size outside of an operator that resizes; resize a "
-                    "tensor.detach().clone(), or give `out` the shape of the result"));
+        Unsupported(StrCat("cannot give the storage of a managed tensor ",
+                           FormatBytes(static_cast<int64_t>(num_bytes)),
+                           ": only an operator may resize it; use tensor.resize_(), or resize a "
+                           "tensor.detach().clone()")));
   }
   void copy_data(void*, const void*, std::size_t) const override {
     TORCH_CHECK(false, "a managed tensor cannot be copied by its allocator; clone it");

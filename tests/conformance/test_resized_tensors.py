@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 
 import patrickstar
+import pytest
 import torch
 from helpers import adamw, assert_nothing_left, evict_everything, managed, same
 from torch import nn
@@ -47,6 +48,14 @@ def test_an_out_of_another_shape_is_resized_as_torch_does() -> None:
         evict_everything()
         assert out.tolist() == [[2.0] * 3] * 3
         assert alias.tolist() == [[2.0] * 2] * 2  # over the same storage, as in torch
+
+
+def test_a_storage_is_not_resized_outside_of_an_operator() -> None:
+    with managed(stress="evict,poison"):
+        tensor = _managed_tensor()
+        with patrickstar.resident(tensor), pytest.raises(patrickstar.Unsupported, match="resize"):
+            tensor.untyped_storage().resize_(1024)
+        assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_a_parameter_whose_storage_was_resized_is_adopted_again_at_the_next_step() -> None:
