@@ -101,6 +101,9 @@ void RegisterEngine(py::module_& module) {
   module.def("set_error_classes", [](const py::object& owner) { SetErrorClasses(owner.ptr()); });
   module.def("install_guard", &InstallGuard);
   module.def("skip_read_leases", &SkipReadLeases);
+  module.def("set_observed", [](bool is_observed) {
+    if (Engine* const engine = Engine::Get()) engine->registry().SetObserved(is_observed);
+  });
   module.def("tune_malloc", &TuneMalloc, py::arg("is_building"));
   module.def(
       "start",

@@ -77,7 +77,7 @@ void SlotRegistry::Bind(std::unique_ptr<Slot> slot, ManagedStorage* storage) {
   if (binding.data != nullptr) {
     storage->PointAt(binding.data + slot->byte_offset);
   } else {
-    storage->PointAtNothing(RawAccessMessage(*slot));
+    PointAtNothing(*slot, storage);
   }
   binding.slots.push_back(std::move(slot));
 }
@@ -173,7 +173,24 @@ void SlotRegistry::Detach(ChunkId chunk) noexcept {
   Binding& binding = bindings_[chunk];
   binding.data = nullptr;
   for (const std::unique_ptr<Slot>& slot : binding.slots) {
-    StorageOf(*slot)->PointAtNothing(RawAccessMessage(*slot));
+    PointAtNothing(*slot, StorageOf(*slot));
+  }
+}
+
+void SlotRegistry::PointAtNothing(const Slot& slot, ManagedStorage* storage) const {
+  if (is_observed_) {
+    storage->PointAt(nullptr);
+  } else {
+    storage->PointAtNothing(RawAccessMessage(slot));
+  }
+}
+
+void SlotRegistry::SetObserved(bool is_observed) {
+  std::lock_guard lock(bindings_mutex_);
+  is_observed_ = is_observed;
+  for (const auto& [chunk, binding] : bindings_) {
+    if (binding.data != nullptr) continue;
+    for (const std::unique_ptr<Slot>& slot : binding.slots) PointAtNothing(*slot, StorageOf(*slot));
   }
 }
 

@@ -59,6 +59,11 @@ class SlotRegistry final : public Binder {
   // Storages that are alive, each held so that it stays alive.
   std::vector<c10::intrusive_ptr<c10::StorageImpl>> LiveStorages();
 
+  // While somebody observes ops (a profiler), a storage without bytes answers a raw read
+  // with null: observers ask for every argument's address before the guard has seen it.
+  // Else it answers with an error.
+  void SetObserved(bool is_observed);
+
   // fork(): both mutexes are held across it, with the store's between them.
   void PrepareFork() {
     mutex_.lock();
@@ -88,6 +93,7 @@ class SlotRegistry final : public Binder {
 
   void Bind(std::unique_ptr<Slot> slot, ManagedStorage* storage);
   std::unique_ptr<Slot> Unbind(Slot* slot);
+  void PointAtNothing(const Slot& slot, ManagedStorage* storage) const;
   void Vacate(size_t group, size_t index, ChunkId chunk);
 
   ChunkStore* store_ = nullptr;
@@ -96,6 +102,7 @@ class SlotRegistry final : public Binder {
 
   std::mutex bindings_mutex_;
   std::unordered_map<ChunkId, Binding> bindings_;
+  bool is_observed_ = false;
 };
 
 }  // namespace patrickstar

@@ -17,6 +17,7 @@ from patrickstar.adoption import Adopter
 from patrickstar.compiled import CompiledGraphs
 from patrickstar.config import Config
 from patrickstar.errors import Error, InvalidArgument, OutOfMemory
+from patrickstar.observers import Observers
 from patrickstar.optimizer_hooks import OptimizerHooks
 from patrickstar.raw_access import RawAccess
 from patrickstar.report.memory import available_memory, peak_resident_set_bytes
@@ -47,6 +48,7 @@ class Session:
         self._optimizer_hooks = OptimizerHooks(self._adopter, self._on_boundary)
         self._raw_access = RawAccess(self._adopter.adopt_copy, config.spill_dir)
         self._compiled_graphs = CompiledGraphs()
+        self._observers = Observers()
         self._saving = Saving()
         self._steps = 0
         self._start = time.monotonic()
@@ -71,6 +73,7 @@ class Session:
         self._optimizer_hooks.open()
         self._raw_access.open()
         self._compiled_graphs.open()
+        self._observers.open()
         self._saving.open()
 
     def close(self) -> None:
@@ -105,6 +108,7 @@ class Session:
             if self._log is not None:
                 stack.callback(self._log.close)
             stack.callback(_C.tune_malloc, False)
+            stack.callback(self._observers.close)
             stack.callback(self._compiled_graphs.close)
             stack.callback(self._raw_access.close)
             stack.callback(self._saving.close)

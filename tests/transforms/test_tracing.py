@@ -142,17 +142,63 @@ def test_flop_counter():
     helpers.twin(loop, tight="24KiB")
 
 
-def test_profiler():
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"profile_memory": True, "with_flops": True},
+        {"record_shapes": True, "profile_memory": True},
+        {"with_stack": True, "with_modules": True, "record_shapes": True},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_profiler(options, capfd):
     def loop(recorder: helpers.Recorder) -> None:
         model = make_model()
-        with torch.profiler.profile(profile_memory=True, with_flops=True) as p:
+        with torch.profiler.profile(**options) as profile:
             loss = model(torch.randn(4, 32)).pow(2).mean()
             loss.backward()
-        counts = {event.key: event.count for event in p.key_averages()}
-        recorder.note("matrix products", counts["aten::addmm"])
+        helpers.evict_everything()
+        products = [event for event in profile.events() if event.name == "aten::addmm"]
+        recorder.note("shapes", [str(event.input_shapes) for event in products])
         recorder.step("step", loss, model)
 
     helpers.twin(loop, tight="24KiB")
+    assert "Exception" not in capfd.readouterr().err
+
+
+def test_execution_traces(tmp_path, capfd):
+    def loop(recorder: helpers.Recorder) -> None:
+        model = make_model()
+        path = tmp_path / "trace.json"
+        observer = torch.profiler.ExecutionTraceObserver().register_callback(str(path))
+        observer.start()
+        loss = model(torch.randn(4, 32)).pow(2).mean()
+        loss.backward()
+        observer.stop()
+        observer.unregister_callback()
+        recorder.note("products", path.read_text().count("aten::addmm"))
+        recorder.step("step", loss, model)
+
+    helpers.twin(loop, tight="24KiB")
+    assert "Exception" not in capfd.readouterr().err
+
+
+def test_raw_reads_are_errors_but_while_a_profiler_is_on():
+    original = torch.autograd.profiler._enable_profiler
+    with helpers.managed(stress="evict"):
+        model, x = make_model(), torch.randn(4, 32)
+        weight = model.layers[0].weight.detach()
+
+        def ask_for_address() -> None:
+            helpers.evict_everything()
+            torch._C._is_cow_tensor(weight)
+
+        with torch.profiler.profile():
+            model(x)
+            ask_for_address()
+        with pytest.raises(RuntimeError, match=r"'layers.0.weight' is not resident"):
+            ask_for_address()
+    assert torch.autograd.profiler._enable_profiler is original
 
 
 class Count(TorchDispatchMode):
