@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "glue/guard_kernel.h"
 
+#include <ATen/ops/clone.h>
+
 #include <algorithm>
 #include <array>
 #include <utility>
@@ -146,6 +148,10 @@ void GuardKernel::operator()(const OperatorHandle& op, DispatchKeySet keys, Stac
   if (!facts_.is_data_needed) {
     Redispatch(op, keys, stack);
     return FixResults(facts_, stack);
+  }
+  if (facts_.is_lazy_clone) {  // memory that moves cannot be shared
+    stack->back() = at::clone(stack->back().toTensor());
+    return;
   }
   if (facts_.is_rebinding) return Rebind(engine, op, keys, stack);
   Run(engine, op, keys, stack);

@@ -89,6 +89,7 @@ OpFacts::OpFacts(const c10::FunctionSchema& schema)
     : name(c10::toString(schema.operator_name())),
       num_arguments(schema.arguments().size()),
       num_returns(schema.returns().size()),
+      is_lazy_clone(schema.name() == "aten::_lazy_clone"),
       is_rebinding(schema.name() == "aten::set_"),
       may_resize(MayResize(schema)),
       is_list_op(IsListOp(schema)),

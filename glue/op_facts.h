@@ -28,6 +28,7 @@ struct OpFacts {
   size_t num_arguments = 0;
   size_t num_returns = 0;
   bool is_data_needed = true;  // false for pure views and for allocations like another tensor
+  bool is_lazy_clone = false;  // shares memory until it is written
   bool is_rebinding = false;   // set_: gives one tensor another's storage
   bool may_resize = false;     // gives tensors that it writes memory of another size
   bool is_list_op = false;     // works index by index on lists of one length

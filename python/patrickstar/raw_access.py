@@ -67,7 +67,11 @@ class RawAccess:
             method = getattr(torch.Tensor, name)
             self._patches.replace(torch.Tensor, name, _holding_arguments(method))
         on_managed(torch.Tensor, "tolist", _on_copy)
+        on_managed(torch.Tensor, "new", _new)
         on_managed(torch.Tensor, "new_tensor", _on_empty)
+        on_managed(torch.Tensor, "_lazy_clone", _cloning)
+        on_managed(torch.UntypedStorage, "_get_filename", _nothing)
+        on_managed(torch.UntypedStorage, "new", _on_empty_storage)
         self._patches.replace(torch.Tensor, "set_", _setting(torch.Tensor.set_))
         for tensor_type in (torch.Tensor, nn.Parameter):
             on_managed(tensor_type, "__deepcopy__", self._deepcopy_of(tensor_type))
@@ -110,19 +114,27 @@ class RawAccess:
 
         return handler_of
 
-    def _copy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-        copy = tensor.detach().clone(memory_format=torch.preserve_format)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        if is_parameter:
-            copy = nn.Parameter(copy, tensor.requires_grad)
-        else:
-            copy.requires_grad_(tensor.requires_grad)
+    def _copy(self, tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
+        """As torch does it: a parameter is cloned, a tensor gets a window of a copied storage."""
+        if isinstance(tensor, nn.Parameter):
+            parameter = nn.Parameter(
+                tensor.detach().clone(memory_format=torch.preserve_format), tensor.requires_grad
+            )
+            memo[id(tensor)] = parameter
+            self._adopt_copy(tensor, parameter)
+            return parameter
+        storage = tensor.untyped_storage()
+        key = ("copy of a managed storage", storage._cdata)
+        if key not in memo:
+            memo[key] = _C.flat_view(storage, tensor.dtype).clone()
+            self._adopt_copy(tensor, memo[key])
+        window = _windowed(memo[key], int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        copy: torch.Tensor = torch.empty(0, dtype=tensor.dtype).set_(window)  # type: ignore[call-overload]
+        copy.requires_grad_(tensor.requires_grad)
         memo[id(tensor)] = copy
-        self._adopt_copy(tensor, copy)
-        if not is_parameter:  # as torch does, for parameters it does not
-            copy.__dict__ = deepcopy_of(tensor.__dict__, memo)
-            if tensor.grad is not None:
-                copy.grad = deepcopy_of(tensor.grad, memo)
+        copy.__dict__ = deepcopy_of(tensor.__dict__, memo)
+        if tensor.grad is not None:
+            copy.grad = deepcopy_of(tensor.grad, memo)
         return copy
 
 
@@ -160,6 +172,13 @@ def _on_held_alias(original: Function) -> Function:
 def _no(original: Function) -> Function:
     def answer(self: object) -> bool:
         return False
+
+    return answer
+
+
+def _nothing(original: Function) -> Function:
+    def answer(self: object) -> None:
+        return None
 
     return answer
 
@@ -229,6 +248,33 @@ def _on_empty(original: Function) -> Function:
         return original(torch.empty(0, dtype=self.dtype), *args, **kwargs)
 
     return make
+
+
+def _new(original: Function) -> Function:
+    make = _on_empty(original)
+
+    def new(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], torch.Tensor):
+            return torch.ops.aten.alias(args[0].detach())
+        return make(self, *args, **kwargs)
+
+    return new
+
+
+def _on_empty_storage(original: Function) -> Function:
+    def make(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        return original(torch.empty(0).untyped_storage(), *args, **kwargs)
+
+    return make
+
+
+def _cloning(original: Function) -> Function:
+    """A clone that shares memory until it is written cannot share memory that moves."""
+
+    def clone(self: torch.Tensor) -> torch.Tensor:
+        return self.clone()
+
+    return clone
 
 
 def _setting(original: Function) -> Function:

@@ -196,8 +196,7 @@ class Program:
                      for key, value in self.model.state_dict().items()}  # fmt: skip
             self.model.load_state_dict(state)
         if "load by assignment" in step.events:
-            state = {key: value.clone() for key, value in self.model.state_dict().items()}
-            self.model.load_state_dict(state, assign=True)
+            self.model.load_state_dict(copy.deepcopy(self.model.state_dict()), assign=True)
             self.reload_optimizers()
         if "deepcopy" in step.events:
             self.model = copy.deepcopy(self.model)

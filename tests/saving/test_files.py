@@ -288,3 +288,16 @@ def test_a_whole_model_can_be_asked_for_the_addresses_of_its_storages() -> None:
         storage = value.untyped_storage()
         raw = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
         assert bytes(raw) == value.clone().numpy().tobytes()
+
+
+def test_a_deep_copy_of_a_state_dict_keeps_its_aliases(pair: tuple[Tied, StateDict]) -> None:
+    model, wanted = pair
+    copied = copy.deepcopy(model.state_dict())
+    assert _equal(copied, wanted)
+    copied["embedding.weight"].fill_(3.0)
+    evict_everything()
+    assert copied["head.weight"].eq(3.0).all()
+    assert _equal(model.state_dict(), wanted)
+    rows = copy.deepcopy([model.transposed.detach()[1:], model.transposed.detach()])
+    rows[1].zero_()
+    assert rows[0].eq(0.0).all()
