@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <structmember.h>
 #include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cstddef>
@@ -119,6 +120,9 @@ ManagedStorage* ManagedStorageIn(PyObject* object) {
   if (THPVariable_Check(object)) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
     return tensor.defined() ? ManagedStorageOf(tensor) : nullptr;
+  }
+  if (THPStorage_CheckExact(object)) {
+    return ManagedStorageOf(THPStorage_Unpack(object).unsafeGetStorageImpl());
   }
   if (torch::isStorage(object)) {
     return ManagedStorageOf(torch::createStorage(object).unsafeGetStorageImpl());

@@ -53,8 +53,7 @@ class RawAccess:
         for name in ("data_ptr", "const_data_ptr"):
             on_managed(torch.Tensor, name, self._address)
         on_managed(torch.UntypedStorage, "data_ptr", self._storage_address)
-        for owner in (torch.Tensor, torch.UntypedStorage):
-            on_managed(owner, "is_shared", _no)
+        on_managed(torch.UntypedStorage, "is_shared", _no)
         for name in _SHARING_CALLS:
             on_managed(torch.UntypedStorage, name, _on_ordinary)
         for name in _STORAGE_CALLS:
@@ -281,6 +280,8 @@ def _setting(original: Function) -> Function:
     """Over the storage of a managed tensor, ``set_`` makes a managed tensor."""
 
     def set_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+            return original(self, args[0])  # type: ignore[no-any-return]
         source: Any = args[0] if args else kwargs.get("source")
         if isinstance(source, torch.storage.TypedStorage):
             source = source._untyped_storage
