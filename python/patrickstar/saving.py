@@ -32,6 +32,10 @@ class Saving:
         replace(serialization, "_save", _leasing_records(getattr(serialization, "_save")))  # noqa: B009
         legacy = getattr(serialization, "_legacy_save")  # noqa: B009
         replace(serialization, "_legacy_save", _while_saving(legacy))
+        recursive = getattr(torch.jit, "RecursiveScriptModule")  # noqa: B009 - not in its list
+        for script in (torch.jit.ScriptModule, recursive):  # the first has copies of the methods
+            for name in ("save", "save_to_buffer"):
+                replace(script, name, _holding_module(getattr(script, name)))
         try:
             import safetensors.torch as safetensors
         except ImportError:
@@ -97,6 +101,22 @@ def _leasing_records(original: Function) -> Function:
 
     def save(obj: Any, zip_file: Any, *args: Any, **kwargs: Any) -> None:
         saving(obj, _LeasingWriter(zip_file), *args, **kwargs)
+
+    return save
+
+
+def _holding_module(original: Function) -> Function:
+    """TorchScript's writer takes all of a module at once."""
+
+    def save(self: torch.jit.ScriptModule, *args: Any, **kwargs: Any) -> Any:
+        tensors = [x for x in (*self.parameters(), *self.buffers()) if _C.is_managed(x)]
+        if not tensors:
+            return original(self, *args, **kwargs)
+        hold = _C.Hold(tensors, is_written=False, what="torch.jit.save")
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            hold.release()
 
     return save
 

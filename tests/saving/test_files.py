@@ -301,3 +301,20 @@ def test_a_deep_copy_of_a_state_dict_keeps_its_aliases(pair: tuple[Tied, StateDi
     rows = copy.deepcopy([model.transposed.detach()[1:], model.transposed.detach()])
     rows[1].zero_()
     assert rows[0].eq(0.0).all()
+
+
+def test_torch_script_saves_a_module_that_fits() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)).eval()
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    patrickstar.manage(model)
+    traced = torch.jit.trace(model, torch.randn(2, 16))
+    evict_everything()
+    file = io.BytesIO()
+    torch.jit.save(traced, file)
+    file.seek(0)
+    assert _equal(torch.jit.load(file).state_dict(), wanted)
+    large = nn.Sequential(*[nn.Linear(32, 32) for _ in range(9)])
+    patrickstar.manage(large)
+    traced = torch.jit.trace(large, torch.randn(2, 32))
+    with pytest.raises(patrickstar.OutOfMemory, match=r"torch\.jit\.save"):
+        torch.jit.save(traced, io.BytesIO())
