@@ -236,7 +236,7 @@ PARAMETRIZATIONS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.full), "after"])
 @pytest.mark.parametrize("kind", PARAMETRIZATIONS)
 def test_parametrization(kind, when):
     def loop(recorder: helpers.Recorder) -> None:

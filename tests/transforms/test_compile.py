@@ -72,7 +72,9 @@ def train_whole(recorder: helpers.Recorder, num_layers: int = 3, **options: Any)
     train(recorder, model, torch.compile(model, **options))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("eager", marks=pytest.mark.full), "aot_eager", "inductor"]
+)
 def test_a_whole_model(backend):
     helpers.twin(lambda recorder: train_whole(recorder, backend=backend), tight="40KiB")
 
@@ -94,7 +96,7 @@ def test_a_whole_model_in_other_modes(options):
     helpers.twin(lambda recorder: train_whole(recorder, **options), tight="40KiB")
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", [pytest.param("aot_eager", marks=pytest.mark.full), "inductor"])
 def test_blocks_of_a_model_larger_than_the_budget(backend):
     def loop(recorder: helpers.Recorder) -> None:
         torch._dynamo.reset()

@@ -154,10 +154,15 @@ def with_gradient_of_gradient(net, x):
     return grad(penalty)(parameters_of(net))
 
 
-CASES = [value for name, value in globals().items() if name.startswith("with_")]
+SAMPLE = {with_grad, with_per_sample_gradients, with_jvp, with_jacrev, with_gradient_of_gradient}
+CASES = [
+    pytest.param(case, id=name, marks=() if case in SAMPLE else pytest.mark.full)
+    for name, case in list(globals().items())
+    if name.startswith("with_")
+]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", CASES)
 def test_transform(case):
     def loop(recorder: helpers.Recorder) -> None:
         net, x = Net(), torch.randn(4, WIDTH)
@@ -170,6 +175,7 @@ def test_transform(case):
     helpers.twin(loop, tight=TIGHT)
 
 
+@pytest.mark.full
 def test_a_meta_learning_step():
     def loop(recorder: helpers.Recorder) -> None:
         net = Net()

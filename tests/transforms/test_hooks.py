@@ -108,7 +108,7 @@ KINDS = [
 KINDS.append(register_optimizer_in_backward)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.full), "after"])
 @pytest.mark.parametrize("register", KINDS, ids=lambda kind: kind.__name__[len("register_") :])
 def test_hooks(register, when):
     def loop(recorder: helpers.Recorder) -> None:

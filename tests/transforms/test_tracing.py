@@ -60,7 +60,14 @@ def test_fx_interpreter():
     helpers.twin(loop, tight=TIGHT)
 
 
-@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize(
+    "tracing_mode",
+    [
+        pytest.param("real", marks=pytest.mark.full),
+        "fake",
+        pytest.param("symbolic", marks=pytest.mark.full),
+    ],
+)
 def test_make_fx(tracing_mode):
     def loop(recorder: helpers.Recorder) -> None:
         model, x = make_model(), torch.randn(4, 32)
