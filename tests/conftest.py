@@ -7,10 +7,15 @@ in CI, one that skips.txt does not list fails the run.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Generator
 
 import pytest
 import skip_policy
+
+# Tests interrupt processes that they start. A shell that runs the suite in the background has it
+# ignore interrupts, and they would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _SKIPPED: pytest.StashKey[list[str]] = pytest.StashKey()
 

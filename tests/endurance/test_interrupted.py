@@ -25,8 +25,6 @@ def num_descriptors() -> int:
 SIGNALLED = """
     import os, signal, sys, threading, helpers, patrickstar, torch
 
-    # Whoever started the tests in the background may have told them to ignore it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     patrickstar.init(host_memory="48KiB", spill_dir=sys.argv[1], chunk_size=4096)
     model = helpers.Stack(6)
     optimizer = helpers.adamw(model)
