@@ -7,6 +7,7 @@
 #include <chrono>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -87,11 +88,12 @@ class HeldWork final : public c10d::Work {
 
   bool wait(std::chrono::milliseconds timeout) override {
     const bool is_done = work_->wait(timeout);
-    hold_->Release();
+    std::call_once(released_, [this] { hold_->Release(); });
     return is_done;
   }
 
  private:
+  std::once_flag released_;
   std::shared_ptr<Hold> hold_;  // outlives the work, whose end cancels what is under way
   c10::intrusive_ptr<c10d::Work> work_;
 };

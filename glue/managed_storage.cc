@@ -42,13 +42,6 @@ c10::DataPtr Borrow(void* data, c10::Device device) {
 
 std::atomic<Slot*> dead_slots{nullptr};
 
-void PushDeadSlot(Slot* slot) {
-  slot->next_dead = dead_slots.load(std::memory_order_relaxed);
-  while (!dead_slots.compare_exchange_weak(slot->next_dead, slot, std::memory_order_release,
-                                           std::memory_order_relaxed)) {
-  }
-}
-
 // Linked by next_dead; their chunks may still be leased.
 thread_local Slot* departed_slots = nullptr;
 
@@ -131,6 +124,13 @@ at::Tensor FlatView(const c10::Storage& storage, caffe2::TypeMeta dtype) {
 at::Tensor MakeRawTensor(void* data, const at::Tensor& like) {
   return at::from_blob(data, like.sizes(), like.strides(),
                        at::TensorOptions().dtype(like.dtype()).device(c10::kCPU));
+}
+
+void PushDeadSlot(Slot* slot) {
+  slot->next_dead = dead_slots.load(std::memory_order_relaxed);
+  while (!dead_slots.compare_exchange_weak(slot->next_dead, slot, std::memory_order_release,
+                                           std::memory_order_relaxed)) {
+  }
 }
 
 void FreeDepartedSlots() {

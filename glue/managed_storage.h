@@ -110,6 +110,9 @@ at::Tensor MakeRawTensor(void* data, const at::Tensor& like);
 // For slots that storages have left on this thread, when it leases nothing any more.
 void FreeDepartedSlots();
 
+// Puts a slot on the list of those whose storages died. Lock-free.
+void PushDeadSlot(Slot* slot);
+
 // Slots whose storages died, newest first, linked by next_dead; the list is empty then.
 Slot* TakeDeadSlots();
 bool has_dead_slots();

@@ -97,11 +97,20 @@ std::unique_ptr<Slot> SlotRegistry::Unbind(Slot* slot) {
 void SlotRegistry::FreeDeadSlots() {
   if (!has_dead_slots()) return;
   Slot* dead = TakeDeadSlots();
-  while (dead != nullptr) {
-    Slot* const next = dead->next_dead;
-    const std::unique_ptr<Slot> slot = Unbind(dead);
-    Vacate(slot->group, slot->index, slot->chunk);
-    dead = next;
+  try {
+    while (dead != nullptr) {
+      Slot* const next = dead->next_dead;
+      if (store_->is_held(dead->chunk)) {  // its bytes are in use by address: another time
+        PushDeadSlot(dead);
+        dead = next;
+        continue;
+      }
+      const std::unique_ptr<Slot> slot = Unbind(std::exchange(dead, next));
+      Vacate(slot->group, slot->index, slot->chunk);
+    }
+  } catch (...) {
+    while (dead != nullptr) PushDeadSlot(std::exchange(dead, dead->next_dead));
+    throw;
   }
 }
 

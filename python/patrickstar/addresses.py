@@ -34,7 +34,7 @@ class Addresses:
     def __init__(self, spill_dir: Path | None) -> None:
         self._spill_dir = spill_dir
         self._holds: dict[int, _C.Hold] = {}
-        self._copies: dict[int, torch.Tensor] = {}
+        self._copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
 
     def keep(self, storage: torch.UntypedStorage, what: str) -> None:
         """Keeps the bytes of a managed storage where they are until ``release``.
@@ -69,8 +69,9 @@ class Addresses:
                     file.write(piece.numpy().data)
                 file.flush()
                 mapped = mmap.mmap(file.fileno(), storage.nbytes(), flags=mmap.MAP_PRIVATE)
-            self._copies[storage._cdata] = torch.frombuffer(mapped, dtype=torch.uint8)
-        return self._copies[storage._cdata].data_ptr()
+            # The storage is kept as well: no other may get its place while the copy stands for it.
+            self._copies[storage._cdata] = storage, torch.frombuffer(mapped, dtype=torch.uint8)
+        return self._copies[storage._cdata][1].data_ptr()
 
     def has_copy_of(self, storage: torch.UntypedStorage) -> bool:
         """Whether the storage has answered with the address of a copy."""

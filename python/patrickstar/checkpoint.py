@@ -26,7 +26,8 @@ from patrickstar.random_state import random_state, set_random_state
 from patrickstar.tensor_file import TensorFile, write_tensors
 
 _INDEX = "index.json"
-_FORMAT = 1
+_FORMAT = "patrickstar checkpoint 1"
+_PARTS = ("files", "model", "objects", "random")
 _EXTRA_STATE = "_extra_state"
 
 
@@ -39,7 +40,7 @@ def save_checkpoint(
     """Saves everything that a later process needs to go on as if nothing had happened.
 
     The random states of torch, Python and NumPy are always part of it. Memory use rises by one
-    chunk and 32 MiB at most. It works with and without management, and whatever the budget.
+    chunk and 16 MiB at most. It works with and without management, and whatever the budget.
 
     Args:
         path: A folder, created if missing; an older checkpoint in it is replaced at the very end.
@@ -264,10 +265,8 @@ def _load_object(obj: Any, state: Any) -> bool:
 def _write(folder: Path, index: dict[str, Any], files: dict[str, dict[str, torch.Tensor]]) -> None:
     generation = uuid.uuid4().hex[:12]
     index["files"] = {part: f"{part}-{generation}.safetensors" for part in files}
-    try:
-        old = set(_read_index(folder)["files"].values())
-    except (InvalidArgument, CorruptData):
-        old = set()
+    # What is there is replaced only if it is a checkpoint.
+    old = set(_read_index(folder)["files"].values()) if (folder / _INDEX).exists() else set()
     written: list[Path] = []
     try:
         for part, tensors in files.items():
@@ -315,11 +314,16 @@ def _read_index(folder: Path) -> dict[str, Any]:
     try:
         index = json.loads(text)
         found = index["format"]
+        is_whole = found != _FORMAT or all(part in index for part in _PARTS)
     except (ValueError, KeyError, TypeError):
-        raise CorruptData(f"cannot read {path}: it is damaged; use another checkpoint") from None
+        is_whole = False
+    if not is_whole:
+        raise CorruptData(
+            f"cannot read {path}: it is damaged or no checkpoint's; name another folder"
+        )
     if found != _FORMAT:
         raise InvalidArgument(
-            f"cannot read {path}: expected format {_FORMAT}, got {found}; use the version of "
+            f"cannot read {path}: expected format {_FORMAT!r}, got {found!r}; use the version of "
             "patrickstar that wrote it"
         )
     return index  # type: ignore[no-any-return]

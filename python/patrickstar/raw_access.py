@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from copy import deepcopy as deepcopy_of
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from patrickstar.saving import is_saving
 # Functions of safetensors, transformers, peft and accelerate that compare the storages of a whole
 # model: they get a number that no other storage has, and nothing needs to be kept.
 _IDENTITY_READERS = ("storage_ptr", "id_tensor_storage")
+_IDENTITY_PACKAGES = ("safetensors", "transformers", "peft", "accelerate")
 
 _STORAGE_CALLS = ("__setitem__", "fill_", "_write_file", "_set_from_file", "byteswap")
 _SHARING_CALLS = ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_")
@@ -90,7 +92,7 @@ class RawAccess:
         def data_ptr(self_: torch.UntypedStorage) -> Any:
             if is_saving():
                 return 0  # torch.save compares addresses, and passes over storages without one
-            if sys._getframe(1).f_code.co_name in _IDENTITY_READERS:
+            if _is_about_identity(sys._getframe(1)):
                 return self_._cdata
             if self.addresses.has_copy_of(self_):
                 return self.addresses.of_copy(self_)
@@ -135,6 +137,11 @@ class RawAccess:
         if tensor.grad is not None:
             copy.grad = deepcopy_of(tensor.grad, memo)
         return copy
+
+
+def _is_about_identity(caller: FrameType) -> bool:
+    package = str(caller.f_globals.get("__name__", "")).partition(".")[0]
+    return caller.f_code.co_name in _IDENTITY_READERS and package in _IDENTITY_PACKAGES
 
 
 def _call(function: Function, obj: object) -> str:

@@ -89,8 +89,9 @@ class Session:
         if counters["num_leases"]:
             raise Error(
                 f"cannot shut down: addresses in {counters['num_leases']} chunks are in use, by "
-                "patrickstar.resident or by NumPy arrays and DLPack capsules over managed tensors; "
-                "leave the `with` block and drop the arrays, or copy them"
+                "patrickstar.resident, by NumPy arrays and DLPack capsules over managed tensors or by "
+                "collectives under way; leave the `with` block, drop the arrays or copy them, and "
+                "wait() for the collectives"
             )
         outside = counters["managed_bytes"] - counters["host_resident_bytes"]
         room = available_memory()
@@ -189,7 +190,9 @@ class Session:
         now = counters["host_budget_bytes"]
         if budget > 0 and abs(budget - now) > _MEASURED_STEP * now:
             _C.set_host_bytes(budget)
-            _logger.info("host_memory is now %s, as measured", format_bytes(budget))
+            in_force = _C.stats()["host_budget_bytes"]  # not less than what one operation needed
+            if in_force != now:
+                _logger.info("host_memory is now %s, as measured", format_bytes(in_force))
 
     def _write_record(self, log: RunLog) -> None:
         counters, before = _C.stats(), self._last_record

@@ -90,7 +90,7 @@ bool Acquirer::TryLease(std::span<const ChunkAccess> set, LeaseKind kind) {
   int64_t set_bytes = 0;
   for (const ChunkAccess& access : set) {
     ChunkRecord& record = state_.table[access.chunk];
-    set_bytes += record.payload_bytes;
+    if (record.num_held_leases == 0) set_bytes += record.payload_bytes;
     if (record.state == PayloadState::kReady) {
       state_.table.Apply(access.chunk, PayloadEvent::kAttach);
       state_.binder.Attach(access.chunk, record.payload.slab.data());

@@ -52,7 +52,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
         Empty between two epochs. For ``patrickstar.save_checkpoint``.
         """
-        return {} if self._epoch is None else self._epoch.state_dict()
+        if self._epoch is not None:
+            return self._epoch.state_dict()
+        return {} if self._resumed is None else dict(self._resumed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Lets the next loop start at a saved position.
