@@ -89,9 +89,9 @@ class Session:
         if counters["num_leases"]:
             raise Error(
                 f"cannot shut down: addresses in {counters['num_leases']} chunks are in use, by "
-                "patrickstar.resident, by NumPy arrays and DLPack capsules over managed tensors or by "
-                "collectives under way; leave the `with` block, drop the arrays or copy them, and "
-                "wait() for the collectives"
+                "patrickstar.resident, by NumPy arrays and DLPack capsules over managed tensors or "
+                "by collectives under way; leave the `with` block, drop the arrays or copy them, "
+                "and wait() for the collectives"
             )
         outside = counters["managed_bytes"] - counters["host_resident_bytes"]
         room = available_memory()
