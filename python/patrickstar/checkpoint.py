@@ -13,7 +13,7 @@ import functools
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from patrickstar.tensor_file import TensorFile, write_tensors
 _INDEX = "index.json"
 _FORMAT = "patrickstar checkpoint 1"
 _PARTS = ("files", "model", "objects", "random")
-_EXTRA_STATE = "_extra_state"
 
 
 def save_checkpoint(
@@ -114,9 +113,14 @@ def load_checkpoint(
                 f"cannot load the optimizer from {folder}: it was saved without one; call "
                 "load_checkpoint(path, model)"
             )
-        _load_model(model, index["model"], files.get("model"), folder)
+        # Everything is checked before anything is changed.
+        _check_model(model, index["model"], files.get("model"), folder)
         if optimizer is not None:
-            _load_optimizer(optimizer, _names_of(model), index["optimizer"], files.get("optimizer"))
+            _check_optimizer(optimizer, _names_of(model), index["optimizer"])
+        _load_model(model, index["model"], files.get("model"))
+        if optimizer is not None:
+            file = files.get("optimizer")
+            _load_optimizer(optimizer, _names_of(model), index["optimizer"], file)
         states = unpack(index["objects"], _reader(files.get("objects")))
         values = {}
         for name, state in states.items():
@@ -138,7 +142,13 @@ def _pack_model(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str,
         if not isinstance(value, torch.Tensor):
             tree[name] = {"extra": pack(value, name, tensors)}
             continue
-        place = (value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.dtype)
+        place = (
+            value.untyped_storage()._cdata,
+            value.storage_offset(),
+            value.shape,
+            value.stride(),
+            value.dtype,
+        )
         first = known.setdefault(place, name) if value.numel() else name
         tree[name] = {"tensor": first}
         if first == name:
@@ -146,7 +156,7 @@ def _pack_model(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str,
     return tree
 
 
-def _load_model(
+def _check_model(
     model: nn.Module, tree: dict[str, Any], file: TensorFile | None, folder: Path
 ) -> None:
     state = model.state_dict(keep_vars=True)
@@ -157,21 +167,60 @@ def _load_model(
             f"cannot load the model from {folder}: it lacks {_listed(missing)} and has "
             f"{_listed(unexpected)} too many; build the same model"
         )
-    read = _reader(file)
-    loaded: set[tuple[Any, ...]] = set()
-    with torch.no_grad():
-        for name, entry in tree.items():
-            owner, _, last = name.rpartition(".")
-            if last == _EXTRA_STATE:
-                extra = unpack(entry["extra"], read) if "extra" in entry else read(entry["tensor"])
-                model.get_submodule(owner).set_extra_state(extra)
-                continue
-            target = state[name]
-            place = (target.untyped_storage()._cdata, target.storage_offset(), entry["tensor"])
-            if target.numel() and place in loaded:
-                continue
-            loaded.add(place)
-            _whole(file).read_into(entry["tensor"], target.detach())
+    for name, entry in tree.items():
+        if "tensor" in entry and isinstance(state[name], torch.Tensor):
+            _whole(file).check_shape(entry["tensor"], name, state[name].shape)
+
+
+class _SavedState(MutableMapping[str, Any]):
+    """A model's saved state dict, whose tensors are read when they are asked for."""
+
+    def __init__(self, tree: dict[str, Any], file: TensorFile | None) -> None:
+        self._tree = tree
+        self._read = _reader(file)
+        self._changed: dict[str, Any] = {}  # by hooks of the model
+        self._names = dict.fromkeys(tree)
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._changed or name not in self._names:
+            return self._changed[name]
+        entry = self._tree[name]
+        return (
+            unpack(entry["extra"], self._read) if "extra" in entry else self._read(entry["tensor"])
+        )
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._names[name] = None
+        self._changed[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._names[name]
+        self._changed.pop(name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._names))
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _load_model(model: nn.Module, tree: dict[str, Any], file: TensorFile | None) -> None:
+    """As ``load_state_dict`` does it, by each module's own method, a tensor at a time."""
+    saved = _SavedState(tree, file)
+    errors: list[str] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        metadata = {"version": module._version}
+        module._load_from_state_dict(saved, prefix, metadata, False, [], [], errors)
+    if errors:
+        raise InvalidArgument(f"cannot load the model: {'; '.join(errors)}; build the same model")
+
+
+def _parameter_keys(group: Mapping[str, Any], number: int, names: dict[int, str]) -> list[str]:
+    return [
+        names.get(id(parameter), f"group {number}, parameter {position}")
+        for position, parameter in enumerate(group["params"])
+    ]
 
 
 def _pack_optimizer(
@@ -180,16 +229,32 @@ def _pack_optimizer(
     groups = []
     state = {}
     for number, group in enumerate(optimizer.param_groups):
-        keys = [
-            names.get(id(p), f"group {number}, parameter {i}")
-            for i, p in enumerate(group["params"])
-        ]
+        keys = _parameter_keys(group, number, names)
         options = {key: value for key, value in group.items() if key != "params"}
         groups.append({"params": keys, "options": pack(options, f"group {number}", tensors)})
         for key, parameter in zip(keys, group["params"], strict=True):
             if parameter in optimizer.state:
                 state[key] = pack(dict(optimizer.state[parameter]), key, tensors)
-    return {"groups": groups, "state": state}
+    others = {key: value for key, value in optimizer.state.items() if not torch.is_tensor(key)}
+    return {"groups": groups, "state": state, "others": pack(others, "others", tensors)}
+
+
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer, names: dict[int, str], tree: dict[str, Any]
+) -> None:
+    if len(tree["groups"]) != len(optimizer.param_groups):
+        raise InvalidArgument(
+            f"cannot load the optimizer: {len(tree['groups'])} parameter groups were saved, it has "
+            f"{len(optimizer.param_groups)}; build it as it was"
+        )
+    groups = zip(tree["groups"], optimizer.param_groups, strict=True)
+    for number, (saved, group) in enumerate(groups):
+        differing = set(saved["params"]) ^ set(_parameter_keys(group, number, names))
+        if differing:
+            raise InvalidArgument(
+                f"cannot load the optimizer: its group {number} has other parameters than the "
+                f"saved one, such as {_listed(sorted(differing))}; build it as it was"
+            )
 
 
 def _load_optimizer(
@@ -202,34 +267,20 @@ def _load_optimizer(
     read = _reader(file)
     groups = []
     parameters: dict[str, torch.Tensor] = {}
-    position = 0
     for number, (saved, group) in enumerate(
-        zip(tree["groups"], optimizer.param_groups, strict=False)
+        zip(tree["groups"], optimizer.param_groups, strict=True)
     ):
-        expected = [
-            names.get(id(p), f"group {number}, parameter {i}")
-            for i, p in enumerate(group["params"])
-        ]
-        if sorted(saved["params"]) != sorted(expected):
-            differing = set(saved["params"]) ^ set(expected)
-            raise InvalidArgument(
-                f"cannot load the optimizer: its group {number} has other parameters than the "
-                f"saved one, such as {_listed(sorted(differing))}; build it as it was"
-            )
-        parameters.update(zip(expected, group["params"], strict=True))
-        indexes = list(range(position, position + len(expected)))
-        position += len(expected)
+        keys = _parameter_keys(group, number, names)
+        first = len(parameters)
+        parameters.update(zip(keys, group["params"], strict=True))
+        indexes = list(range(first, len(parameters)))
         groups.append({"params": indexes, **unpack(saved["options"], read)})
-    if len(tree["groups"]) != len(optimizer.param_groups):
-        raise InvalidArgument(
-            f"cannot load the optimizer: {len(tree['groups'])} parameter groups were saved, it has "
-            f"{len(optimizer.param_groups)}; build it as it was"
-        )
     optimizer.load_state_dict({"state": {}, "param_groups": groups})
     for key, packed in tree["state"].items():
         parameter = parameters[key]
         read_state = functools.partial(_state_tensor, file, parameter)
         optimizer.state[parameter] = unpack(packed, read_state)
+    optimizer.state.update(unpack(tree["others"], read))
 
 
 def _state_tensor(
@@ -265,8 +316,7 @@ def _load_object(obj: Any, state: Any) -> bool:
 def _write(folder: Path, index: dict[str, Any], files: dict[str, dict[str, torch.Tensor]]) -> None:
     generation = uuid.uuid4().hex[:12]
     index["files"] = {part: f"{part}-{generation}.safetensors" for part in files}
-    # What is there is replaced only if it is a checkpoint.
-    old = set(_read_index(folder)["files"].values()) if (folder / _INDEX).exists() else set()
+    old = _named_files(folder)  # what is there is replaced only if it is a checkpoint
     written: list[Path] = []
     try:
         for part, tensors in files.items():
@@ -278,12 +328,19 @@ def _write(folder: Path, index: dict[str, Any], files: dict[str, dict[str, torch
             file.write(json.dumps(index).encode())
         written[-1].replace(folder / _INDEX)
     except BaseException:
+        named = _named_files(folder)  # the index may be the new one already
         for path in written:
-            path.unlink(missing_ok=True)
+            if path.name not in named:
+                path.unlink(missing_ok=True)
         raise
     _sync_folder(folder)
     for name in old:
         (folder / name).unlink(missing_ok=True)
+
+
+def _named_files(folder: Path) -> set[str]:
+    """The files that belong to the checkpoint in a folder; none when there is no index."""
+    return set(_read_index(folder)["files"].values()) if (folder / _INDEX).exists() else set()
 
 
 @contextlib.contextmanager
@@ -305,7 +362,7 @@ def _sync_folder(folder: Path) -> None:
 def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / _INDEX
     try:
-        text = path.read_text()
+        text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise InvalidArgument(
             f"cannot load a checkpoint from {folder}: there is no {_INDEX}; name a folder that "
@@ -314,7 +371,10 @@ def _read_index(folder: Path) -> dict[str, Any]:
     try:
         index = json.loads(text)
         found = index["format"]
-        is_whole = found != _FORMAT or all(part in index for part in _PARTS)
+        is_whole = found != _FORMAT or (
+            all(isinstance(index[part], dict) for part in _PARTS)
+            and all(isinstance(name, str) for name in index["files"].values())
+        )
     except (ValueError, KeyError, TypeError):
         is_whole = False
     if not is_whole:

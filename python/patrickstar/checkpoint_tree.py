@@ -32,8 +32,7 @@ def pack(value: object, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
-        tensors[name] = value
-        return {_TENSOR: name}
+        return _pack_tensor(value, name, tensors)
     if isinstance(value, (bytes, bytearray)):
         return {_BYTES: base64.b64encode(value).decode()}
     if isinstance(value, (list, tuple)):
@@ -52,9 +51,19 @@ def pack(value: object, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         if array.dtype.kind in "biuf":
             if array.ndim == 0:
                 return array.item()
-            tensors[name] = torch.from_numpy(array)
-            return {_TENSOR: name}
+            native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+            return _pack_tensor(torch.from_numpy(native), name, tensors)
     raise _unstorable(f"{name}: a {type(value).__name__}")
+
+
+def _pack_tensor(tensor: torch.Tensor, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Keys that look alike in a name, such as 1 and "1", get names of their own."""
+    unique, number = name, 0
+    while unique in tensors:
+        number += 1
+        unique = f"{name}#{number}"
+    tensors[unique] = tensor
+    return {_TENSOR: unique}
 
 
 def _unstorable(what: str) -> InvalidArgument:
@@ -93,4 +102,4 @@ def unpack(tree: Any, read: Callable[[str], torch.Tensor]) -> Any:
 
 
 def _key(key: Any) -> Any:
-    return tuple(key) if isinstance(key, list) else key
+    return tuple(_key(part) for part in key) if isinstance(key, list) else key

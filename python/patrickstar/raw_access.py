@@ -91,7 +91,7 @@ class RawAccess:
     def _storage_address(self, original: Function) -> Function:
         def data_ptr(self_: torch.UntypedStorage) -> Any:
             if is_saving():
-                return 0  # torch.save compares addresses, and passes over storages without one
+                return self_._cdata  # torch.save compares storages
             if _is_about_identity(sys._getframe(1)):
                 return self_._cdata
             if self.addresses.has_copy_of(self_):

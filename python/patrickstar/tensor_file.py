@@ -137,6 +137,15 @@ class TensorFile:
         """The dtype of a tensor."""
         return _DTYPES[self._entries[name]["dtype"]]
 
+    def check_shape(self, name: str, shown_name: str, expected: torch.Size) -> None:
+        """Raises: InvalidArgument when a tensor has another shape than the one to load into."""
+        if self.shape(name) != expected:
+            raise InvalidArgument(
+                f"cannot load {shown_name!r} from {self._path}: it has shape "
+                f"{tuple(self.shape(name))}, the tensor to load into has {tuple(expected)}; build "
+                "the same model"
+            )
+
     def read(self, name: str) -> torch.Tensor:
         """A tensor as a new one."""
         tensor = torch.empty(self.shape(name), dtype=self.dtype(name))
@@ -150,11 +159,7 @@ class TensorFile:
             InvalidArgument: Another shape.
             CorruptData: The file ends too early.
         """
-        if target.shape != self.shape(name):
-            raise InvalidArgument(
-                f"cannot load {name!r} from {self._path}: it has shape {tuple(self.shape(name))}, "
-                f"the tensor to load into has {tuple(target.shape)}; build the same model"
-            )
+        self.check_shape(name, name, target.shape)
         start, end = self._entries[name]["data_offsets"]
         self._file.seek(self._data_start + start)
         if not target.is_contiguous():

@@ -219,6 +219,88 @@ def test_a_failure_while_saving_leaves_the_last_checkpoint_whole(
     assert _files(folder) == before
 
 
+def test_an_interrupt_right_after_the_index_was_replaced_keeps_the_new_checkpoint(
+    saved: tuple[Training, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, folder = saved
+    replace = Path.replace
+
+    def interrupted(path: Path, target: Path) -> Path:
+        replace(path, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        patrickstar.save_checkpoint(folder, training.model, epoch=2)
+    assert patrickstar.load_checkpoint(folder, training.model) == {"epoch": 2}
+
+
+class CountingModel(nn.Module):
+    """Saves and loads in ways of its own; its buffer is another view of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+        self.register_buffer("other", torch.randn(3, 3).t())
+        self.number = 1
+        self._register_state_dict_hook(self._halve)
+
+    @staticmethod
+    def _halve(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        state[prefix + "weight"] = state[prefix + "weight"].clone()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "number"] = torch.tensor(self.number)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.number = int(state_dict.pop(prefix + "number"))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def test_a_model_with_its_own_way_of_saving(tmp_path: Path) -> None:
+    saved, loaded = nn.Sequential(CountingModel()), nn.Sequential(CountingModel())
+    saved[0].number = 7
+    patrickstar.save_checkpoint(tmp_path, saved)
+    patrickstar.load_checkpoint(tmp_path, loaded)
+    assert loaded[0].number == 7
+    assert torch.equal(loaded[0].weight, saved[0].weight)
+    assert torch.equal(loaded[0].other, saved[0].other)
+
+
+def test_views_of_other_strides_are_no_ties(tmp_path: Path) -> None:
+    def model(is_tied: bool) -> nn.Module:
+        made = nn.Module()
+        made.register_buffer("first", torch.randn(3, 3))
+        made.register_buffer("second", made.first.t() if is_tied else torch.randn(3, 3))
+        return made
+
+    saved, loaded = model(is_tied=True), model(is_tied=False)
+    patrickstar.save_checkpoint(tmp_path, saved)
+    patrickstar.load_checkpoint(tmp_path, loaded)
+    assert torch.equal(loaded.second, saved.second)
+
+
+def test_an_optimizer_keeps_state_of_no_parameter(tmp_path: Path) -> None:
+    layer = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    optimizer.state["global"] = {"count": 2}
+    patrickstar.save_checkpoint(tmp_path, layer, optimizer)
+    other = torch.optim.SGD(layer.parameters(), lr=0.2)
+    patrickstar.load_checkpoint(tmp_path, layer, other)
+    assert other.state["global"] == {"count": 2}
+
+
+def test_a_load_that_is_refused_changes_nothing(saved: tuple[Training, Path]) -> None:
+    training, folder = saved
+    training.run(4)
+    before = training.end()
+    one_group = torch.optim.AdamW(training.model.parameters())
+    with pytest.raises(patrickstar.InvalidArgument, match="parameter groups"):
+        patrickstar.load_checkpoint(folder, training.model, one_group)
+    assert _same(training.end(), before)
+
+
 def test_what_cannot_be_stored_is_named(saved: tuple[Training, Path]) -> None:
     training, folder = saved
     before = _files(folder)
@@ -237,7 +319,9 @@ def test_another_model_optimizer_or_object_is_refused(saved: tuple[Training, Pat
     with pytest.raises(patrickstar.InvalidArgument, match=r"frozen\.weight.*\(16, 16\).*\(8, 16\)"):
         load(folder, other)
     one_group = torch.optim.AdamW(training.model.parameters())
-    with pytest.raises(patrickstar.InvalidArgument, match="group 0 has other parameters"):
+    with pytest.raises(
+        patrickstar.InvalidArgument, match="2 parameter groups were saved, it has 1"
+    ):
         load(folder, training.model, one_group)
     with pytest.raises(patrickstar.InvalidArgument, match=r"cannot load loader.*epoch"):
         load(folder, training.model, loader=training.loader)
@@ -289,17 +373,21 @@ def test_plain_values_of_all_kinds_come_back(tmp_path: Path) -> None:
     values = {
         "number": 1.5,
         "infinite": float("inf"),
-        "nested": {"a": [1, (2, 3)], 4: None, (5, 6): b"seven"},
+        "nested": {"a": [1, (2, 3)], 4: None, ((5, 6), 7): b"seven"},
+        "alike": {1: torch.ones(2), "1": torch.zeros(2)},
         "text": "eight",
         "generator": torch.Generator().manual_seed(9),
-        "array": numpy.arange(3),
+        "array": numpy.arange(3, dtype=">i4")[::-1],
     }
     model = nn.Linear(1, 1)
     patrickstar.save_checkpoint(tmp_path, model, **values)
     generator = torch.Generator()
     loaded = patrickstar.load_checkpoint(tmp_path, model, generator=generator)
-    assert loaded.pop("array").tolist() == [0, 1, 2]
+    assert loaded.pop("array").tolist() == [2, 1, 0]
+    alike = loaded.pop("alike")
+    assert alike[1].tolist() == [1, 1]
+    assert alike["1"].tolist() == [0, 0]
     assert torch.equal(generator.get_state(), values.pop("generator").get_state())
-    del values["array"]
+    del values["array"], values["alike"]
     assert loaded == values
     assert "format" in json.loads((tmp_path / "index.json").read_text())
