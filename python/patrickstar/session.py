@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -116,6 +117,11 @@ class Session:
             stack.callback(self._optimizer_hooks.close)
             stack.callback(self._adopter.close_doors)
 
+    def leave_alone(self) -> None:
+        """For a forked child, which has no access to the spill file: adopts nothing any more."""
+        self._optimizer_hooks.close()
+        self._adopter.close_doors()
+
     def stats(self) -> Stats:
         """The counters as they are now."""
         _C.free_dead_slots()
@@ -219,6 +225,14 @@ class Session:
 
 
 _session: Session | None = None
+
+
+def _after_fork_in_child() -> None:
+    if _session is not None:
+        _session.leave_alone()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def current() -> Session | None:
