@@ -342,6 +342,31 @@ def test_a_place_that_was_loaded_can_be_saved_again() -> None:
     assert len(list(third)) == 3  # of 4
 
 
+def test_a_loop_that_was_left_early_is_over() -> None:
+    loader = DataLoader(Dataset(), batch_size=8)
+    for _ in loader:
+        assert loader.state_dict()["num_batches"] == 1
+        break
+    assert loader.state_dict() == {}
+
+
+def test_the_generator_of_a_batch_sampler_is_part_of_the_place() -> None:
+    def loader() -> DataLoader[torch.Tensor]:
+        sampler = torch.utils.data.RandomSampler(
+            range(32), generator=torch.Generator().manual_seed(3)
+        )
+        batches = torch.utils.data.BatchSampler(sampler, 8, drop_last=False)
+        return DataLoader(range(32), batch_sampler=batches)
+
+    first = loader()
+    list(first)  # the generator goes on
+    iterator = iter(first)
+    next(iterator)
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    assert [b.tolist() for b in second] == [b.tolist() for b in iterator]
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text('{"mine": true}')
     with pytest.raises(patrickstar.CorruptData, match=r"no checkpoint's"):

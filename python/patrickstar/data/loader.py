@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -29,31 +30,34 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         [[0, 1], [2, 3]]
     """
 
-    _epoch: _Epoch | None = None
+    _epoch: weakref.ref[_Epoch] | None = None  # the latest; dead when its loop was left
     _resumed: Mapping[str, Any] | None = None
 
     def __iter__(self) -> Any:
         resumed, self._resumed = self._resumed, None
         if resumed is None:
-            self._epoch = _Epoch(self)
-            return self._epoch
-        now = random_state()
-        set_random_state(resumed["random"])
-        for generator, state in zip(_generators(self), resumed["generators"], strict=False):
-            generator.set_state(state)
-        self._epoch = _Epoch(self)
-        for _ in range(resumed["num_batches"]):  # again, so that what is drawn for them is drawn
-            next(self._epoch)
-        set_random_state(now)
-        return self._epoch
+            epoch = _Epoch(self)
+        else:
+            now = random_state()
+            set_random_state(resumed["random"])
+            for generator, state in zip(_generators(self), resumed["generators"], strict=False):
+                generator.set_state(state)
+            epoch = _Epoch(self)
+            for _ in range(resumed["num_batches"]):  # again, for what is drawn for them
+                next(epoch)
+            set_random_state(now)
+        self._epoch = weakref.ref(epoch)
+        return epoch
 
     def state_dict(self) -> dict[str, Any]:
         """The position: batches given out in this epoch, and the random states at its start.
 
-        Empty between two epochs. For ``patrickstar.save_checkpoint``.
+        Empty between two epochs, also after a loop was left early. For
+        ``patrickstar.save_checkpoint``.
         """
-        if self._epoch is not None:
-            return self._epoch.state_dict()
+        epoch = None if self._epoch is None else self._epoch()
+        if epoch is not None and not epoch.is_over:
+            return epoch.state_dict()
         return {} if self._resumed is None else dict(self._resumed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -69,7 +73,7 @@ class _Epoch(Iterator[Any]):
     """One pass over a loader, counted."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
+        self.is_over = False
         self._random = random_state()
         self._generators = [generator.get_state() for generator in _generators(loader)]
         self._num_batches = 0
@@ -79,8 +83,7 @@ class _Epoch(Iterator[Any]):
         try:
             batch = next(self._batches)
         except StopIteration:
-            if self._loader._epoch is self:
-                self._loader._epoch = None
+            self.is_over = True
             raise
         self._num_batches += 1
         return batch
@@ -100,5 +103,6 @@ class _Epoch(Iterator[Any]):
 
 
 def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
-    found = (loader.generator, getattr(loader.sampler, "generator", None))
+    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    found = (loader.generator, *(getattr(sampler, "generator", None) for sampler in samplers))
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
