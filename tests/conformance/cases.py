@@ -11,7 +11,7 @@ from pathlib import Path
 
 import modules
 import ops
-import optimizers
+import optimizer_samples as optimizers
 import pytest
 import skip_policy
 from runs import Judged, Run, Verdict, judge
