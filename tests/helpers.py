@@ -110,6 +110,15 @@ class Recorder:
         if optimizer is not None:
             self.note(name, optimizer)
 
+    def train_step(
+        self, name: str, loss: torch.Tensor, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Runs backward, notes the step with its gradients, updates and clears them."""
+        loss.backward()
+        self.step(name, loss, model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
 
 Loop = Callable[[Recorder], None]
 
@@ -281,19 +290,36 @@ class Stack(nn.Module):
         return x
 
 
-def train_stack(
-    recorder: Recorder, num_steps: int = 3, model: nn.Module | None = None, width: int = 32
+def train(
+    recorder: Recorder,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    call: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    num_steps: int = 3,
+    width: int = 32,
 ) -> None:
-    """The usual loop over a ``Stack``, noted step by step."""
-    model = Stack(width=width) if model is None else model
-    optimizer = adamw(model)
+    """The usual loop, noted step by step.
+
+    Args:
+        recorder: Takes the notes.
+        model: Whose weights are noted.
+        optimizer: AdamW by default.
+        call: What is called with a batch, by default the model.
+        num_steps: Steps to take.
+        width: Features of a sample.
+    """
+    optimizer = adamw(model) if optimizer is None else optimizer
+    call = model if call is None else call
     for step in range(num_steps):
-        loss = model(torch.randn(4, width)).pow(2).mean()
-        loss.backward()
-        recorder.step(f"step {step}", loss, model, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = call(torch.randn(4, width)).pow(2).mean()
+        recorder.train_step(f"step {step}", loss, model, optimizer)
     recorder.note("end", model)
+
+
+def train_stack(recorder: Recorder, num_steps: int = 3, width: int = 32) -> None:
+    """``train`` of a ``Stack``."""
+    train(recorder, Stack(width=width), num_steps=num_steps, width=width)
 
 
 def _copy(value: Any) -> Any:

@@ -197,10 +197,7 @@ def test_a_batch_given_up_after_an_exception(place):
                 optimizer.zero_grad()
                 continue
             loss = model(x).pow(2).mean()
-            loss.backward()
-            recorder.step(f"step {step}", loss, model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            recorder.train_step(f"step {step}", loss, model, optimizer)
         recorder.note("end", model)
 
     before = num_descriptors()

@@ -105,10 +105,7 @@ def test_a_batch_skipped_after_an_exception(place, error):
                 model.stack.layers[1].weight.detach().clone().numpy()  # no step runs any more
                 continue
             loss = model(x).pow(2).mean()
-            loss.backward()
-            recorder.step(f"step {step}", loss, model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            recorder.train_step(f"step {step}", loss, model, optimizer)
         recorder.note("end", model)
 
     helpers.twin(loop)

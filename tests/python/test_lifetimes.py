@@ -78,10 +78,7 @@ def change_in_the_middle(change: Callable[[nn.Module], nn.Module | None]) -> hel
             for step in range(2):
                 dtype = next(model.parameters()).dtype
                 loss = model(torch.randn(4, 32).to(dtype)).pow(2).mean()
-                loss.backward()
-                recorder.step(f"{part} {step}", loss, model, optimizer)
-                optimizer.step()
-                optimizer.zero_grad()
+                recorder.train_step(f"{part} {step}", loss, model, optimizer)
             if part == "before":
                 model = change(model) or model
                 recorder.note("changed", model)
@@ -265,7 +262,7 @@ def test_types_of_all_kinds_in_one_model():
 
     def loop(recorder: helpers.Recorder) -> None:
         model = Mixed()
-        helpers.train_stack(recorder, model=model, width=64)
+        helpers.train(recorder, model, width=64)
         for _ in range(10):
             helpers.evict_everything()
             model(torch.randn(2, 64))

@@ -54,12 +54,12 @@ def test_manage_keeps_identity_and_unmanage_gives_it_back():
         weight.detach().numpy()[2] = 7.0  # ordinary memory, which the old view follows
         assert torch.equal(weight.detach()[2], torch.full((32,), 7.0))
         for _ in range(2):  # it is not adopted by itself again
-            helpers.train_stack(helpers.Recorder(), num_steps=1, model=model)
+            helpers.train(helpers.Recorder(), model, num_steps=1)
         assert not patrickstar.is_managed(weight)
         del view
         patrickstar.manage(model)
         assert patrickstar.is_managed(weight)
-        helpers.train_stack(helpers.Recorder(), num_steps=1, model=model)
+        helpers.train(helpers.Recorder(), model, num_steps=1)
 
 
 def test_unmanaged_in_the_middle_of_training():
@@ -70,10 +70,7 @@ def test_unmanaged_in_the_middle_of_training():
             if step == 2 and patrickstar._C.is_running():
                 patrickstar.unmanage(model.layers[1])
             loss = model(torch.randn(4, 32)).pow(2).mean()
-            loss.backward()
-            recorder.step(f"step {step}", loss, model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            recorder.train_step(f"step {step}", loss, model, optimizer)
         recorder.note("end", model)
 
     helpers.twin(loop)

@@ -77,10 +77,7 @@ def use(
         with torch.no_grad():
             recorder.note(f"step {step} without gradients", call(torch.randn(2, 32)))
         loss = call(torch.randn(4, 32)).pow(2).mean()
-        loss.backward()
-        recorder.step(f"step {step}", loss, model, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        recorder.train_step(f"step {step}", loss, model, optimizer)
     recorder.note("end", model)
 
 
@@ -144,10 +141,7 @@ def test_generation_of_several_lengths_between_steps(mode):
                 tokens = torch.randint(48, (4,))
                 logits, hidden = model(tokens, hidden)
                 loss = loss + functional.cross_entropy(logits, tokens)
-            loss.backward()
-            recorder.step(f"step {step}", loss, model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            recorder.train_step(f"step {step}", loss, model, optimizer)
         recorder.note("end", model)
 
     helpers.twin(loop, tight="80KiB")
@@ -168,10 +162,7 @@ def test_a_compiled_model_trains_validates_and_trains_on(backend):
                     recorder.note("validated", compiled(torch.randn(4, 32)))
                 compiled.train()
             loss = compiled(torch.randn(4, 32)).pow(2).mean()
-            loss.backward()
-            recorder.step(f"step {step}", loss, model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            recorder.train_step(f"step {step}", loss, model, optimizer)
         recorder.note("end", model)
         torch._dynamo.reset()
 

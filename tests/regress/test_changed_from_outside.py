@@ -35,10 +35,7 @@ def train_language(recorder: helpers.Recorder, model: nn.Module, name: str, num:
     for step in range(2):
         tokens = torch.randint(num, (4, 6))
         loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-        loss.backward()
-        recorder.step(f"{name} {step}", loss, model, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        recorder.train_step(f"{name} {step}", loss, model, optimizer)
 
 
 def replace_both(model: Language) -> None:
@@ -121,10 +118,7 @@ def test_token_embeddings_resized_by_transformers():
             for step in range(2):
                 tokens = torch.randint(num_tokens, (2, 8))
                 loss = model(input_ids=tokens, labels=tokens).loss
-                loss.backward()
-                recorder.step(f"{num_tokens} tokens, step {step}", loss, model, optimizer)
-                optimizer.step()
-                optimizer.zero_grad()
+                recorder.train_step(f"{num_tokens} tokens, step {step}", loss, model, optimizer)
             del loss  # torch cannot resize what a graph still refers to
         recorder.note("end", model)
 
@@ -174,10 +168,7 @@ def train_moved(recorder: helpers.Recorder, model: nn.Module, name: str) -> None
     optimizer = helpers.sgd(model)
     for step in range(2):
         loss = model(torch.randn(4, 32).to(model.layers[0].weight.dtype)).pow(2).mean()
-        loss.backward()
-        recorder.step(f"{name} {step}", loss, model, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        recorder.train_step(f"{name} {step}", loss, model, optimizer)
 
 
 @pytest.mark.parametrize("name", MOVES)
@@ -345,7 +336,7 @@ def test_init_inside_other_contexts_and_in_the_middle_of_a_forward():
         thread = threading.Thread(target=call)
         thread.start()
         thread.join()
-        helpers.train_stack(recorder, model=Calling(call))
+        helpers.train(recorder, Calling(call))
 
     helpers.twin(loop, stress=())
 

@@ -18,16 +18,6 @@ def half_frozen() -> nn.Module:
     return model
 
 
-def train(recorder: helpers.Recorder, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for step in range(4):
-        loss = model(torch.randn(4, 32)).pow(2).mean()
-        loss.backward()
-        recorder.step(f"step {step}", loss, model, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    recorder.note("end", model)
-
-
 @pytest.mark.parametrize("stress", ["", "evict,poison"])
 @pytest.mark.parametrize("who", ["all", "trainable"])
 def test_half_of_a_model_is_frozen_before_init(who, stress):
@@ -38,10 +28,10 @@ def test_half_of_a_model_is_frozen_before_init(who, stress):
         return model, helpers.adamw(parameters)
 
     expected, got = helpers.Recorder(), helpers.Recorder()
-    train(expected, *build())
+    helpers.train(expected, *build(), num_steps=4)
     model, optimizer = build()
     with helpers.managed("32KiB", stress=stress):
-        train(got, model, optimizer)
+        helpers.train(got, model, optimizer, num_steps=4)
         assert all(patrickstar.is_managed(p) for p in model.parameters())
         assert patrickstar.stats().num_evictions > 0
         # Twelve parameters, a page each; a gradient's place and two moments of the six that train.
@@ -72,10 +62,7 @@ def test_an_adapter_inside_each_layer(is_merged):
         optimizer = helpers.adamw(p for p in model.parameters() if p.requires_grad)
         for step in range(4):
             loss = (model(torch.randn(4, 32)) - 0.5).pow(2).mean()
-            loss.backward()
-            recorder.step(f"step {step}", loss, model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            recorder.train_step(f"step {step}", loss, model, optimizer)
             if is_merged and step == 1:
                 with torch.no_grad():
                     for layer in model:
@@ -167,10 +154,7 @@ def test_dtypes_of_one_unit_stay_what_they_are(chunk_size):
         optimizer = helpers.adamw(model)
         for step in range(3):
             loss = (model(torch.randn(4, 32)) - 0.3).pow(2).mean()
-            loss.backward()
-            recorder.step(f"step {step}", loss, model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            recorder.train_step(f"step {step}", loss, model, optimizer)
             helpers.evict_everything()
         for key, tensor in model.state_dict().items():
             recorder.note(f"dtype {key}", tensor.dtype)

@@ -201,7 +201,7 @@ def test_modules_that_pass_objects_of_unknown_types():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.second(cache=self.first(x))
 
-    helpers.twin(lambda recorder: helpers.train_stack(recorder, model=Model()))
+    helpers.twin(lambda recorder: helpers.train(recorder, Model()))
 
 
 class FrozenEncoder(nn.Module):

@@ -108,10 +108,7 @@ def test_a_peak_that_comes_at_step_five():
             if step >= 4:
                 hidden = model["large"](torch.cat([hidden, hidden], 1))
             loss = hidden.pow(2).mean()
-            loss.backward()
-            recorder.step(f"step {step}", loss, model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            recorder.train_step(f"step {step}", loss, model, optimizer)
         recorder.note("end", model)
 
     helpers.twin(loop, tight="80KiB")

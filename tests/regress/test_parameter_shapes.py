@@ -27,16 +27,14 @@ class WithExtra(nn.Module):
 
 @pytest.mark.parametrize("num_elements", [1, 3])
 def test_a_bias_of_very_few_elements(num_elements):
-    helpers.twin(
-        lambda recorder: helpers.train_stack(recorder, model=WithExtra(torch.randn(num_elements)))
-    )
+    helpers.twin(lambda recorder: helpers.train(recorder, WithExtra(torch.randn(num_elements))))
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0)])
 def test_a_parameter_without_elements_keeps_its_shape(shape):
     def loop(recorder: helpers.Recorder) -> None:
         model = WithExtra(torch.zeros(shape))
-        helpers.train_stack(recorder, model=model)
+        helpers.train(recorder, model)
         helpers.evict_everything()
         assert model.extra.shape == torch.Size(shape)
         assert model.extra.grad is None or model.extra.grad.shape == torch.Size(shape)
@@ -58,7 +56,7 @@ def test_a_layer_without_outputs_in_the_loss():
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Initializing zero-element")
-        helpers.twin(lambda recorder: helpers.train_stack(recorder, model=Model()))
+        helpers.twin(lambda recorder: helpers.train(recorder, Model()))
 
 
 def test_a_parameter_without_dimensions_keeps_its_shape():
@@ -73,7 +71,7 @@ def test_a_parameter_without_dimensions_keeps_its_shape():
 
     def loop(recorder: helpers.Recorder) -> None:
         model = Temperature()
-        helpers.train_stack(recorder, model=model)
+        helpers.train(recorder, model)
         helpers.evict_everything()
         assert model.temperature.shape == torch.Size([])
         recorder.note("item", model.temperature.item())
@@ -138,7 +136,7 @@ def test_strides_of_a_dense_parameter_are_kept(make):
     def loop(recorder: helpers.Recorder) -> None:
         model = WithExtra(make())
         strides = model.extra.stride()
-        helpers.train_stack(recorder, model=model)
+        helpers.train(recorder, model)
         helpers.evict_everything()
         assert model.extra.stride() == strides
         if patrickstar._C.is_running():
@@ -160,7 +158,7 @@ def test_a_convolution_in_channels_last():
             return self.second(functional.relu(self.first(images)))
 
     def loop(recorder: helpers.Recorder) -> None:
-        helpers.train_stack(recorder, model=Convolution(), width=192)
+        helpers.train(recorder, Convolution(), width=192)
 
     helpers.twin(loop, tight="64KiB")
 
@@ -173,7 +171,7 @@ def test_a_view_of_another_storage_follows_it():
         model = WithExtra(base.as_strided((4, 8), (8, 1), 16))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*share their memory")
-            helpers.train_stack(recorder, model=model)
+            helpers.train(recorder, model)
         recorder.note("base", base)
         recorder.note("follows", torch.equal(base[16:48].reshape(4, 8), model.extra))
 
@@ -182,10 +180,10 @@ def test_a_view_of_another_storage_follows_it():
         base = torch.randn(64)
         model = WithExtra(base[16:48])
         with pytest.warns(UserWarning, match="extra.* not managed yet: other tensors share"):
-            helpers.train_stack(helpers.Recorder(), num_steps=2, model=model)
+            helpers.train(helpers.Recorder(), model, num_steps=2)
         assert not patrickstar.is_managed(model.extra)
         del base
-        helpers.train_stack(helpers.Recorder(), num_steps=1, model=model)
+        helpers.train(helpers.Recorder(), model, num_steps=1)
         assert patrickstar.is_managed(model.extra)
 
 

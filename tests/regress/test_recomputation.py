@@ -37,7 +37,7 @@ def test_one_layer_recomputed_six_times(use_reentrant):
         num_calls.clear()
         for parameter in model.parameters():  # a hook sees the gradient of all uses
             parameter.register_post_accumulate_grad_hook(note_gradient)
-        helpers.train_stack(recorder, model=model)
+        helpers.train(recorder, model)
 
     helpers.twin(loop)
 

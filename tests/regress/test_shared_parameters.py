@@ -31,10 +31,7 @@ def train_tied_head(recorder: helpers.Recorder) -> tuple[TiedHead, torch.Tensor]
     tokens = torch.randint(64, (4, 8))
     for step in range(2):
         loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-        loss.backward()
-        recorder.step(f"step {step}", loss, model, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        recorder.train_step(f"step {step}", loss, model, optimizer)
     return model, tokens
 
 
@@ -74,7 +71,7 @@ def test_a_parameter_under_three_names_has_one_slot_and_one_pair_of_moments():
 
     def loop(recorder: helpers.Recorder) -> None:
         model = Repeated()
-        helpers.train_stack(recorder, model=model)
+        helpers.train(recorder, model)
 
     helpers.twin(loop, tight="24KiB")
 
@@ -100,7 +97,7 @@ def test_a_parent_that_reads_its_childs_weights_gets_their_values():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.stack(x) + self.child.bias * self.child.scale
 
-    helpers.twin(lambda recorder: helpers.train_stack(recorder, model=Parent()))
+    helpers.twin(lambda recorder: helpers.train(recorder, Parent()))
 
 
 def test_a_loss_outside_the_model_reads_its_head_by_attribute():
@@ -113,10 +110,7 @@ def test_a_loss_outside_the_model_reads_its_head_by_attribute():
             loss = functional.cross_entropy(
                 functional.linear(hidden, head.weight, head.bias), target
             )
-            loss.backward()
-            recorder.step(f"step {step}", loss, model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            recorder.train_step(f"step {step}", loss, model, optimizer)
         recorder.note("end", model)
 
     helpers.twin(loop)
@@ -136,10 +130,7 @@ def test_attention_modules_that_read_weights_of_their_parts(kind):
             answer = model(*arguments)
             answer = answer[0] if isinstance(answer, tuple) else answer
             loss = answer.pow(2).mean()
-            loss.backward()
-            recorder.step(f"step {step}", loss, model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            recorder.train_step(f"step {step}", loss, model, optimizer)
         model.eval()
         with torch.no_grad():  # the fast path reads every weight by itself
             answer = model(*arguments)
@@ -160,7 +151,7 @@ def test_a_weight_applied_three_times_in_a_forward():
             return x
 
     def loop(recorder: helpers.Recorder) -> None:
-        helpers.train_stack(recorder, model=Recurrent(), width=48)
+        helpers.train(recorder, Recurrent(), width=48)
 
     helpers.twin(loop, tight="36KiB")
 
@@ -185,10 +176,7 @@ def test_an_embedding_shared_by_encoder_decoder_and_output(dtype):
         tokens = torch.randint(64, (2, 6))
         for step in range(3):
             loss = functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
-            loss.backward()
-            recorder.step(f"step {step}", loss, model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            recorder.train_step(f"step {step}", loss, model, optimizer)
         recorder.note("end", model(tokens))
 
     helpers.twin(loop, tight="320KiB" if dtype == torch.float32 else "160KiB")

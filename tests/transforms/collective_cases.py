@@ -331,10 +331,7 @@ def train_wrapped(recorder, model, wrapped, num_steps=3):
     optimizer = helpers.adamw(model)
     for step in range(num_steps):
         loss = wrapped(batch(step)).pow(2).mean()
-        loss.backward()
-        recorder.step(f"step {step}", loss, model, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        recorder.train_step(f"step {step}", loss, model, optimizer)
     recorder.note("end", model)
 
 

@@ -182,10 +182,7 @@ def test_validation_between_steps(mode):
             with mode():
                 recorder.note(f"validated {step}", model(torch.randn(4, 32)))
             loss = model(torch.randn(4, 32)).pow(2).mean()
-            loss.backward()
-            recorder.step(f"step {step}", loss, model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            recorder.train_step(f"step {step}", loss, model, optimizer)
         recorder.note("end", model)
 
     helpers.twin(loop, tight="40KiB")
@@ -248,10 +245,7 @@ def test_parametrization(kind, when):
         optimizer = helpers.adamw(model)
         for step in range(3):
             loss = model(torch.randn(4, 32)).pow(2).mean()
-            loss.backward()
-            recorder.step(f"step {step}", loss, model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            recorder.train_step(f"step {step}", loss, model, optimizer)
         with parametrize.cached():
             recorder.note("cached", model(x))
         recorder.note("end", model)

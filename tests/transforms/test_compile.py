@@ -57,10 +57,7 @@ def train(
     optimizer = make_optimizer(model)
     for step in range(num_steps):
         loss = call(torch.randn(4, width)).pow(2).mean()
-        loss.backward()
-        recorder.step(f"step {step}", loss, model, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        recorder.train_step(f"step {step}", loss, model, optimizer)
         with torch.no_grad():
             recorder.note(f"validated {step}", call(torch.randn(4, width)))
     recorder.note("end", model)
@@ -367,10 +364,7 @@ def test_gpt2_by_blocks():
         for step in range(2):
             tokens = torch.randint(64, (2, 16))
             loss = model(tokens, labels=tokens, use_cache=False).loss
-            loss.backward()
-            recorder.step(f"step {step}", loss, model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            recorder.train_step(f"step {step}", loss, model, optimizer)
         recorder.note("end", model)
 
     helpers.twin(loop, tight="140KiB")

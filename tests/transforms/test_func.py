@@ -185,10 +185,7 @@ def test_a_meta_learning_step():
             inner = grad(loss_of(net))(parameters, torch.randn(4, WIDTH))
             adapted = {name: p - 0.1 * inner[name] for name, p in parameters.items()}
             loss = loss_of(net)(adapted, torch.randn(4, WIDTH))
-            loss.backward()
-            recorder.step(f"step {step}", loss, net, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            recorder.train_step(f"step {step}", loss, net, optimizer)
         recorder.note("end", net)
 
     helpers.twin(loop, tight="32KiB")

@@ -14,10 +14,7 @@ def train(recorder: helpers.Recorder, model: nn.Module, num_steps: int = 2) -> N
     optimizer = helpers.adamw(model)
     for step in range(num_steps):
         loss = model(torch.randn(4, 32)).pow(2).mean()
-        loss.backward()
-        recorder.step(f"step {step}", loss, model, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        recorder.train_step(f"step {step}", loss, model, optimizer)
         helpers.evict_everything()
     recorder.note("end", model)
 

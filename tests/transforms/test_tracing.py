@@ -28,14 +28,7 @@ def make_model(num_layers: int = 3) -> helpers.Stack:
 
 def note_training(recorder: helpers.Recorder, call, model: nn.Module) -> None:
     """Two steps through `call`, which shares its parameters with `model`."""
-    optimizer = helpers.sgd(model)
-    for step in range(2):
-        loss = call(torch.randn(4, 32)).pow(2).mean()
-        loss.backward()
-        recorder.step(f"step {step}", loss, model, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    recorder.note("end", model)
+    helpers.train(recorder, model, helpers.sgd(model), call=call, num_steps=2)
 
 
 def test_fx_symbolic_trace_and_a_transformed_graph():
