@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// AccessSet: the chunks that one op leases, each once, with the strongest access.
+// AccessSet: the chunks that one op or hold leases, each once, with the strongest access.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,25 +27,25 @@ class AccessSet {
     ManagedStorage* const storage = ManagedStorageOf(tensor);
     if (storage == nullptr) return;
     if (!is_written && are_read_leases_skipped.load(std::memory_order_relaxed)) return;
-    Add(storage->slot()->chunk, is_written);
+    Add(storage->slot()->chunk, is_written ? Access::kWrite : Access::kRead);
+  }
+
+  void Add(ChunkId chunk, Access access) {
+    for (ChunkAccess& known : accesses_) {
+      if (known.chunk != chunk) continue;
+      if (access == Access::kWrite) known.access = access;
+      return;
+    }
+    accesses_.push_back({.chunk = chunk, .access = access});
   }
 
   std::span<const ChunkAccess> accesses() const { return {accesses_.data(), accesses_.size()}; }
   bool empty() const { return accesses_.empty(); }
+  void clear() { accesses_.clear(); }
 
  private:
   void AddParts(const c10::TensorImpl* tensor, bool is_written) {
     for (const c10::TensorImpl* const part : SparsePartsOf(tensor)) Add(part, is_written);
-  }
-
-  void Add(ChunkId chunk, bool is_written) {
-    const Access access = is_written ? Access::kWrite : Access::kRead;
-    for (ChunkAccess& known : accesses_) {
-      if (known.chunk != chunk) continue;
-      if (is_written) known.access = access;
-      return;
-    }
-    accesses_.push_back({.chunk = chunk, .access = access});
   }
 
   c10::SmallVector<ChunkAccess, 8> accesses_;

@@ -15,8 +15,9 @@
 
 #include "glue/engine.h"
 #include "glue/guard_kernel.h"
+#include "glue/hold.h"
 #include "glue/managed_storage.h"
-#include "glue/residency.h"
+#include "glue/op_facts.h"
 
 namespace patrickstar {
 namespace {
@@ -56,17 +57,6 @@ constexpr std::array kNestedCollectives = {
 Access AccessOf(const std::string& op, const c10::Argument& argument) {
   return op == "c10d::send" || argument.name().starts_with("input") ? Access::kRead
                                                                     : Access::kWrite;
-}
-
-void AddManaged(const IValue& value, Access access, std::vector<HeldStorage>* storages) {
-  if (value.isTensor()) {
-    const at::Tensor& tensor = value.toTensor();
-    if (tensor.defined() && ManagedStorageOf(tensor) != nullptr) {
-      storages->push_back({.storage = tensor.storage(), .access = access});
-    }
-  } else if (value.isList()) {
-    for (const IValue& element : value.toListRef()) AddManaged(element, access, storages);
-  }
 }
 
 // A Work without a future, and the hold that it needs until it is done.
@@ -153,7 +143,10 @@ void CollectiveKernel::operator()(const c10::OperatorHandle& op, c10::DispatchKe
   std::vector<HeldStorage> storages;
   const size_t begin = stack->size() - accesses_.size();
   for (size_t index = 0; engine != nullptr && index < accesses_.size(); ++index) {
-    AddManaged((*stack)[begin + index], accesses_[index], &storages);
+    ForEachTensor((*stack)[begin + index], [&](c10::TensorImpl* tensor) {
+      if (ManagedStorageOf(tensor) == nullptr) return;
+      storages.push_back({.storage = tensor->storage(), .access = accesses_[index]});
+    });
   }
   if (storages.empty()) return op.redispatchBoxed(BelowGuard(keys & below_), stack);
   auto hold = std::make_shared<Hold>(engine, std::move(storages), name_);

@@ -22,16 +22,6 @@ using c10::IValue;
 using c10::OperatorHandle;
 using torch::jit::Stack;
 
-void AddValue(const IValue& value, bool is_written, AccessSet* set) {
-  if (value.isTensor()) {
-    set->Add(value.unsafeToTensorImpl(), is_written);
-  } else if (value.isList()) {
-    for (const IValue& element : value.toListRef()) {
-      if (element.isTensor()) set->Add(element.unsafeToTensorImpl(), is_written);
-    }
-  }
-}
-
 bool HasManagedPart(const c10::TensorImpl* tensor) {
   const auto parts = SparsePartsOf(tensor);
   return std::any_of(parts.begin(), parts.end(),
@@ -60,7 +50,10 @@ class ResizableArguments {
   ResizableArguments(const OpFacts& facts, const Stack& stack) {
     const size_t begin = stack.size() - facts.num_arguments;
     for (const size_t index : facts.tensor_arguments) {
-      if (facts.is_written(index)) Add(stack[begin + index]);
+      if (!facts.is_written(index)) continue;
+      ForEachTensor(stack[begin + index], [this](c10::TensorImpl* tensor) {
+        if (ManagedStorageOf(tensor) != nullptr) storages_.push_back(tensor->storage());
+      });
     }
   }
   ~ResizableArguments() {
@@ -73,15 +66,6 @@ class ResizableArguments {
   ResizableArguments& operator=(const ResizableArguments&) = delete;
 
  private:
-  void Add(const IValue& value) {
-    if (value.isTensor()) {
-      const c10::TensorImpl* const tensor = value.unsafeToTensorImpl();
-      if (ManagedStorageOf(tensor) != nullptr) storages_.push_back(tensor->storage());
-    } else if (value.isList()) {
-      for (const IValue& element : value.toListRef()) Add(element);
-    }
-  }
-
   const ResizeScope scope_;
   c10::SmallVector<c10::Storage, 2> storages_;
 };
@@ -163,7 +147,9 @@ void GuardKernel::Run(Engine* engine, const OperatorHandle& op, DispatchKeySet k
   AccessSet set;
   const size_t begin = stack->size() - facts_.num_arguments;
   for (const size_t index : facts_.tensor_arguments) {
-    AddValue((*stack)[begin + index], facts_.is_written(index), &set);
+    ForEachTensor((*stack)[begin + index], [&](const c10::TensorImpl* tensor) {
+      set.Add(tensor, facts_.is_written(index));
+    });
   }
   if (set.empty()) return Redispatch(op, keys, stack);
   if (facts_.is_list_op && !engine->store().CanHold(set.accesses())) {

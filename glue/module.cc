@@ -3,7 +3,6 @@
 // patrickstar._C: one register function for each noun. Types and docstrings for users
 // are in Python; _C.pyi lists what is here.
 #include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
@@ -16,10 +15,10 @@
 #include "glue/gradients.h"
 #include "glue/guard.h"
 #include "glue/heap.h"
+#include "glue/hold.h"
 #include "glue/managed_storage.h"
 #include "glue/optimizers.h"
 #include "glue/raw_reader.h"
-#include "glue/residency.h"
 #include "patrickstar/base/error.h"
 
 namespace py = pybind11;
@@ -65,18 +64,23 @@ py::dict StatsAsDict() {
   return result;
 }
 
-// The storages of tensors and storage objects.
-std::vector<c10::Storage> StoragesOf(const py::iterable& objects) {
-  std::vector<c10::Storage> storages;
-  for (const py::handle& object : objects) {
-    if (torch::isStorage(object.ptr())) {
-      storages.push_back(torch::createStorage(object.ptr()));
-    } else {
-      const auto tensor = py::cast<at::Tensor>(object);
-      if (tensor.has_storage()) storages.push_back(tensor.storage());
-    }
+// Adds what a tensor or storage object has in managed memory.
+void AddHeld(PyObject* object, Access access, std::vector<HeldStorage>* storages) {
+  if (ManagedStorage* const storage = ManagedStorageIn(object)) {
+    storages->push_back(
+        {.storage = c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage)),
+         .access = access});
   }
-  return storages;
+}
+
+std::unique_ptr<Hold> MakeHold(const py::iterable& objects, bool is_written,
+                               const std::string& what) {
+  Engine* const engine = Running();
+  std::vector<HeldStorage> storages;
+  for (const py::handle& object : objects) {
+    AddHeld(object.ptr(), is_written ? Access::kWrite : Access::kRead, &storages);
+  }
+  return std::make_unique<Hold>(engine, std::move(storages), what);
 }
 
 // A hold on what a compiled graph takes, for writing at the indexes in `written`; none when
@@ -87,11 +91,8 @@ std::unique_ptr<Hold> HoldInputs(const py::sequence& inputs, const py::handle& w
   std::vector<HeldStorage> storages;
   for (size_t index = 0; engine != nullptr && index < inputs.size(); ++index) {
     const py::object input = inputs[index];
-    if (!THPVariable_Check(input.ptr())) continue;
-    const at::Tensor& tensor = THPVariable_Unpack(input.ptr());
-    if (ManagedStorageOf(tensor) == nullptr) continue;
-    const Access access = written.contains(index) ? Access::kWrite : Access::kRead;
-    storages.push_back({.storage = tensor.storage(), .access = access});
+    if (ManagedStorageIn(input.ptr()) == nullptr) continue;
+    AddHeld(input.ptr(), written.contains(index) ? Access::kWrite : Access::kRead, &storages);
   }
   if (storages.empty()) return nullptr;
   return std::make_unique<Hold>(engine, std::move(storages), py::cast<std::string>(what));
@@ -133,14 +134,13 @@ void RegisterEngine(py::module_& module) {
   module.def("throw_pending_failure", [] { Running()->store().ThrowPendingFailure(); });
 }
 
-void RegisterResidency(py::module_& module) {
+void RegisterHolds(py::module_& module) {
   py::class_<Hold>(module, "Hold")
-      .def(py::init([](const py::iterable& objects, bool is_written, const std::string& what) {
-             return std::make_unique<Hold>(Running(), StoragesOf(objects),
-                                           is_written ? Access::kWrite : Access::kRead, what);
-           }),
-           py::arg("tensors_or_storages"), py::kw_only(), py::arg("is_written"), py::arg("what"))
-      .def("release", &Hold::Release);
+      .def(py::init(&MakeHold), py::arg("tensors_or_storages"), py::kw_only(),
+           py::arg("is_written"), py::arg("what"))
+      .def("release", &Hold::Release)
+      .def("__enter__", [](const py::object& self) { return self; })
+      .def("__exit__", [](Hold& self, const py::args&) { self.Release(); });
   module.def("hold_inputs", &HoldInputs, py::arg("inputs"), py::arg("written"), py::arg("what"));
   py::class_<OutsideBytes>(module, "Reservation").def("release", &OutsideBytes::Release);
   module.def(
@@ -216,7 +216,7 @@ void RegisterGradients(py::module_& module) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   patrickstar::RegisterErrorTranslator();
   patrickstar::RegisterEngine(module);
-  patrickstar::RegisterResidency(module);
+  patrickstar::RegisterHolds(module);
   patrickstar::RegisterAdoption(module);
   patrickstar::RegisterOptimizers(module);
   patrickstar::RegisterGradients(module);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <ATen/core/function_schema.h>
+#include <ATen/core/ivalue.h>
 #include <c10/util/SmallVector.h>
 
 #include <cstdint>
@@ -34,5 +35,15 @@ struct OpFacts {
   bool is_list_op = false;     // works index by index on lists of one length
   LikeOp like = LikeOp::kNone;
 };
+
+// Calls `visit` with each tensor of an argument: itself, or the elements of its lists.
+template <typename Visit>
+void ForEachTensor(const c10::IValue& value, const Visit& visit) {
+  if (value.isTensor()) {
+    visit(value.unsafeToTensorImpl());
+  } else if (value.isList()) {
+    for (const c10::IValue& element : value.toListRef()) ForEachTensor(element, visit);
+  }
+}
 
 }  // namespace patrickstar

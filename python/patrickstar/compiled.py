@@ -22,6 +22,7 @@ import torch
 
 from patrickstar import _C
 from patrickstar.errors import OutOfMemory, Unsupported
+from patrickstar.patches import Patches
 
 _MODULE = "torch._inductor.output_code"
 _CLASS = "CompiledFxGraph"
@@ -35,8 +36,7 @@ class CompiledGraphs:
 
     def __init__(self) -> None:
         self._finder = _AfterImport(self._patch)
-        self._patched: Any = None  # the class
-        self._original: _Call | None = None
+        self._patches = Patches()
 
     def open(self) -> None:
         """Raises: Unsupported when this torch has no such class."""
@@ -49,9 +49,7 @@ class CompiledGraphs:
     def close(self) -> None:
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
-        if self._patched is not None:
-            self._patched.__call__ = self._original
-            self._patched = self._original = None
+        self._patches.close()
 
     def _patch(self, module: ModuleType) -> None:
         graph_class = getattr(module, _CLASS, None)
@@ -62,8 +60,7 @@ class CompiledGraphs:
                 f"has no {_MODULE}.{_CLASS} with {_WRITTEN_INPUTS}; expected that of 2.13; use "
                 'torch.compile(..., backend="aot_eager"), or leave torch.compile out'
             )
-        self._patched, self._original = graph_class, graph_class.__call__
-        graph_class.__call__ = _holding(graph_class.__call__)
+        self._patches.replace(graph_class, "__call__", _holding(graph_class.__call__))
 
 
 class _AfterImport(MetaPathFinder):
@@ -102,9 +99,7 @@ def _holding(original: _Call) -> _Call:
             ) from None
         if hold is None:
             return original(graph, inputs)
-        try:
+        with hold:
             return original(graph, inputs)
-        finally:
-            hold.release()
 
     return call

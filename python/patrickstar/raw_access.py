@@ -55,11 +55,11 @@ class RawAccess:
         for name in ("data_ptr", "const_data_ptr"):
             on_managed(torch.Tensor, name, self._address)
         on_managed(torch.UntypedStorage, "data_ptr", self._storage_address)
-        on_managed(torch.UntypedStorage, "is_shared", _no)
+        on_managed(torch.UntypedStorage, "is_shared", _answering(False))
         for name in _SHARING_CALLS:
             on_managed(torch.UntypedStorage, name, _on_ordinary)
         for name in _STORAGE_CALLS:
-            on_managed(torch.UntypedStorage, name, _while_held)
+            on_managed(torch.UntypedStorage, name, _holding_arguments)
         on_managed(torch.UntypedStorage, "__getitem__", _get_item)
         self._patches.replace(
             torch.UntypedStorage, "copy_", _holding_arguments(torch.UntypedStorage.copy_)
@@ -71,7 +71,7 @@ class RawAccess:
         on_managed(torch.Tensor, "new", _new)
         on_managed(torch.Tensor, "new_tensor", _on_empty)
         on_managed(torch.Tensor, "_lazy_clone", _cloning)
-        on_managed(torch.UntypedStorage, "_get_filename", _nothing)
+        on_managed(torch.UntypedStorage, "_get_filename", _answering(None))
         on_managed(torch.UntypedStorage, "new", _on_empty_storage)
         self._patches.replace(torch.Tensor, "set_", _setting(torch.Tensor.set_))
         for tensor_type in (torch.Tensor, nn.Parameter):
@@ -90,10 +90,8 @@ class RawAccess:
 
     def _storage_address(self, original: Function) -> Function:
         def data_ptr(self_: torch.UntypedStorage) -> Any:
-            if is_saving():
-                return self_._cdata  # torch.save compares storages
-            if _is_about_identity(sys._getframe(1)):
-                return self_._cdata
+            if is_saving() or _is_about_identity(sys._getframe(1)):
+                return self_._cdata  # they compare storages
             if self.addresses.has_copy_of(self_):
                 return self.addresses.of_copy(self_)
             try:
@@ -175,18 +173,13 @@ def _on_held_alias(original: Function) -> Function:
     return read
 
 
-def _no(original: Function) -> Function:
-    def answer(self: object) -> bool:
-        return False
+def _answering(value: object) -> Callable[[Function], Function]:
+    """For what is the same of every managed tensor."""
 
-    return answer
+    def handler_of(original: Function) -> Function:
+        return lambda self: value
 
-
-def _nothing(original: Function) -> Function:
-    def answer(self: object) -> None:
-        return None
-
-    return answer
+    return handler_of
 
 
 def _on_ordinary(original: Function) -> Function:
@@ -199,19 +192,8 @@ def _on_ordinary(original: Function) -> Function:
     return share
 
 
-def _while_held(original: Function) -> Function:
-    def call(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-        hold = _C.Hold([self], is_written=True, what=_call(original, self))
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            hold.release()
-
-    return call
-
-
 def _get_item(original: Function) -> Function:
-    held = _while_held(original)
+    held = _holding_arguments(original)
 
     def get_item(self: torch.UntypedStorage, index: Any) -> Any:
         if isinstance(index, slice):
@@ -231,11 +213,8 @@ def _holding_arguments(original: Function) -> Function:
         managed = [x for x in (*args, *kwargs.values()) if _C.is_managed(x)]
         if not managed:
             return original(*args, **kwargs)
-        hold = _C.Hold(managed, is_written=True, what=_call(original, managed[0]))
-        try:
+        with _C.Hold(managed, is_written=True, what=_call(original, managed[0])):
             return original(*args, **kwargs)
-        finally:
-            hold.release()
 
     return call
 

@@ -89,11 +89,8 @@ class _LeasingWriter:
         if not _C.is_managed(data):  # type: ignore[arg-type]
             self._writer.write_record(name, data, num_bytes)
             return
-        hold = _C.Hold([data], is_written=False, what="torch.save")
-        try:
+        with _C.Hold([data], is_written=False, what="torch.save"):
             self._writer.write_record(name, data, num_bytes)
-        finally:
-            hold.release()
 
 
 def _leasing_records(original: Function) -> Function:
@@ -112,11 +109,8 @@ def _holding_module(original: Function) -> Function:
         tensors = [x for x in (*self.parameters(), *self.buffers()) if _C.is_managed(x)]
         if not tensors:
             return original(self, *args, **kwargs)
-        hold = _C.Hold(tensors, is_written=False, what="torch.jit.save")
-        try:
+        with _C.Hold(tensors, is_written=False, what="torch.jit.save"):
             return original(self, *args, **kwargs)
-        finally:
-            hold.release()
 
     return save
 

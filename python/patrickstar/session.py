@@ -329,11 +329,8 @@ def resident(*objs: nn.Module | torch.Tensor | Iterable[Any]) -> Iterator[None]:
     """
     _running()
     tensors = [tensor for obj in objs for tensor in _tensors_of(obj, "resident")]
-    hold = _C.Hold(tensors, is_written=True, what="patrickstar.resident")
-    try:
+    with _C.Hold(tensors, is_written=True, what="patrickstar.resident"):
         yield
-    finally:
-        hold.release()
 
 
 def stats() -> Stats:

@@ -122,13 +122,6 @@ class TensorFile:
     def __exit__(self, *exception: object) -> None:
         self._file.close()
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
-
-    def names(self) -> list[str]:
-        """The names of the tensors."""
-        return list(self._entries)
-
     def shape(self, name: str) -> torch.Size:
         """The shape of a tensor."""
         return torch.Size(self._entries[name]["shape"])

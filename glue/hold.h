@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "glue/access_set.h"
 #include "glue/engine.h"
 
 namespace patrickstar {
@@ -24,8 +25,6 @@ class Hold {
   // Keeps the managed storages among these alive; `what` says in messages who needs them.
   // Throws: OutOfMemory, IoError, CorruptData as torch::PyTorchError.
   Hold(Engine* engine, std::vector<HeldStorage> storages, std::string_view what);
-  Hold(Engine* engine, const std::vector<c10::Storage>& storages, Access access,
-       std::string_view what);
   ~Hold() { Release(); }
   Hold(const Hold&) = delete;
   Hold& operator=(const Hold&) = delete;
@@ -34,11 +33,9 @@ class Hold {
   void Release();
 
  private:
-  void Add(ChunkId chunk, Access access);
-
   Engine* engine_;
   std::vector<HeldStorage> storages_;
-  std::vector<ChunkAccess> set_;
+  AccessSet set_;
 };
 
 }  // namespace patrickstar
