@@ -152,6 +152,7 @@ void GuardKernel::Run(Engine* engine, const OperatorHandle& op, DispatchKeySet k
     });
   }
   if (set.empty()) return Redispatch(op, keys, stack);
+  if (!facts_.may_resize && OpScope::IsCovered(set.accesses())) return Redispatch(op, keys, stack);
   if (facts_.is_list_op && !engine->store().CanHold(set.accesses())) {
     const size_t length = ListLength(facts_, *stack);
     if (length > 1) return RunInParts(engine, op, keys, stack, length);

@@ -7,6 +7,10 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
+#include <span>
+#include <string_view>
+#include <utility>
+
 #include "glue/engine.h"
 #include "glue/managed_storage.h"
 #include "glue/op_facts.h"
@@ -22,22 +26,50 @@ inline c10::DispatchKeySet BelowGuard(c10::DispatchKeySet keys) {
 class OpScope {
  public:
   OpScope(Engine* engine, std::span<const ChunkAccess> set, std::string_view name)
-      : lease_(engine, set, name) {}
+      : mark_(set), lease_(engine, set, name) {}
 
   // What a kernel allocates for itself it writes raw: it must get plain memory.
-  static bool is_inside() { return num_on_thread_ != 0; }
+  static bool is_inside() { return innermost_ != nullptr; }
+
+  // Whether the op around this one leases all of `set`: kernels call ops on their arguments.
+  static bool IsCovered(std::span<const ChunkAccess> set) {
+    return innermost_ != nullptr && innermost_->Covers(set);
+  }
 
  private:
-  static inline thread_local int num_on_thread_ = 0;
-
-  struct Mark {
-    Mark() { ++num_on_thread_; }
+  class Mark {
+   public:
+    explicit Mark(std::span<const ChunkAccess> set)
+        : set_(set), outer_(std::exchange(innermost_, this)) {}
     ~Mark() {
-      if (--num_on_thread_ == 0) FreeDepartedSlots();
+      innermost_ = outer_;
+      if (outer_ == nullptr) FreeDepartedSlots();
     }
     Mark(const Mark&) = delete;
     Mark& operator=(const Mark&) = delete;
+
+    bool Covers(std::span<const ChunkAccess> set) const {
+      for (const ChunkAccess& access : set) {
+        if (!Leases(access)) return false;
+      }
+      return true;
+    }
+
+   private:
+    bool Leases(const ChunkAccess& access) const {
+      for (const ChunkAccess& leased : set_) {
+        if (leased.chunk == access.chunk) {
+          return leased.access == Access::kWrite || access.access == Access::kRead;
+        }
+      }
+      return false;
+    }
+
+    const std::span<const ChunkAccess> set_;
+    const Mark* const outer_;
   };
+
+  static inline thread_local const Mark* innermost_ = nullptr;
 
   const Mark mark_;  // outlives the lease
   const TorchLease lease_;

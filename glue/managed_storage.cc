@@ -29,10 +29,7 @@ class ManagedAllocator final : public c10::Allocator {
   }
 };
 
-ManagedAllocator* Allocator() {
-  static ManagedAllocator allocator;
-  return &allocator;
-}
+constinit ManagedAllocator managed_allocator;
 
 void NoDelete(void*) {}
 
@@ -40,15 +37,15 @@ c10::DataPtr Borrow(void* data, c10::Device device) {
   return c10::DataPtr(data, data, &NoDelete, device);
 }
 
-std::atomic<Slot*> dead_slots{nullptr};
-
 // Linked by next_dead; their chunks may still be leased.
 thread_local Slot* departed_slots = nullptr;
 
 }  // namespace
 
+c10::Allocator* const kManagedAllocator = &managed_allocator;
+
 ManagedStorage::ManagedStorage(Slot* slot, c10::Device device)
-    : StorageImpl(use_byte_size_t(), slot->num_bytes, Borrow(nullptr, device), Allocator(),
+    : StorageImpl(use_byte_size_t(), slot->num_bytes, Borrow(nullptr, device), &managed_allocator,
                   /*resizable=*/true),
       slot_(slot) {}
 
@@ -76,7 +73,7 @@ void ManagedStorage::PointAtNothing(const std::string& message) {
   release_data_and_set_meta_custom_data_ptr_error_msg_(message);
 }
 
-bool ManagedStorage::has_left() const { return allocator() != Allocator(); }
+bool ManagedStorage::has_left() const { return allocator() != &managed_allocator; }
 
 void ManagedStorage::LeaveIfResized() {
   if (slot_ == nullptr || static_cast<int64_t>(nbytes()) == slot_->num_bytes) return;
@@ -91,16 +88,6 @@ void ManagedStorage::MakePlain(c10::DataPtr data) {
   set_data_ptr_noswap(std::move(data));
   set_allocator(c10::GetCPUAllocator());
   set_resizable(true);
-}
-
-ManagedStorage* ManagedStorageOf(c10::StorageImpl* storage) {
-  if (storage == nullptr || storage->allocator() != Allocator()) return nullptr;
-  return static_cast<ManagedStorage*>(storage);
-}
-
-ManagedStorage* ManagedStorageOf(const c10::TensorImpl* tensor) {
-  if (!tensor->has_storage()) return nullptr;
-  return ManagedStorageOf(tensor->unsafe_storage().unsafeGetStorageImpl());
 }
 
 at::Tensor MakeManagedTensor(c10::Storage storage, caffe2::TypeMeta dtype, at::IntArrayRef sizes,
@@ -142,7 +129,5 @@ void FreeDepartedSlots() {
 }
 
 Slot* TakeDeadSlots() { return dead_slots.exchange(nullptr, std::memory_order_acquire); }
-
-bool has_dead_slots() { return dead_slots.load(std::memory_order_relaxed) != nullptr; }
 
 }  // namespace patrickstar

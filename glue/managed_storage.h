@@ -85,9 +85,18 @@ class ResizeScope {
   static inline thread_local int num_on_thread_ = 0;
 };
 
+// The allocator of every managed storage, and of no other.
+extern c10::Allocator* const kManagedAllocator;
+
 // Null when the storage or tensor is not managed. Never touches the data pointer.
-ManagedStorage* ManagedStorageOf(c10::StorageImpl* storage);
-ManagedStorage* ManagedStorageOf(const c10::TensorImpl* tensor);
+inline ManagedStorage* ManagedStorageOf(c10::StorageImpl* storage) {
+  if (storage == nullptr || storage->allocator() != kManagedAllocator) return nullptr;
+  return static_cast<ManagedStorage*>(storage);
+}
+inline ManagedStorage* ManagedStorageOf(const c10::TensorImpl* tensor) {
+  if (!tensor->has_storage()) return nullptr;
+  return ManagedStorageOf(tensor->unsafe_storage().unsafeGetStorageImpl());
+}
 inline ManagedStorage* ManagedStorageOf(const at::Tensor& tensor) {
   return ManagedStorageOf(tensor.unsafeGetTensorImpl());
 }
@@ -115,6 +124,7 @@ void PushDeadSlot(Slot* slot);
 
 // Slots whose storages died, newest first, linked by next_dead; the list is empty then.
 Slot* TakeDeadSlots();
-bool has_dead_slots();
+inline std::atomic<Slot*> dead_slots{nullptr};
+inline bool has_dead_slots() { return dead_slots.load(std::memory_order_relaxed) != nullptr; }
 
 }  // namespace patrickstar

@@ -89,7 +89,9 @@ class TypedGuard<Op, Result(Arguments...)> {
     AccessSet set;
     size_t index = 0;
     (AddIfTensor(arguments, facts.is_written(index++), &set), ...);
-    if (set.empty()) return Op::redispatch(BelowGuard(keys), arguments...);
+    if (set.empty() || OpScope::IsCovered(set.accesses())) {
+      return Op::redispatch(BelowGuard(keys), arguments...);
+    }
     if constexpr (kIsListOp) {
       if (!engine->store().CanHold(set.accesses())) return CallInParts(keys, arguments...);
     }
