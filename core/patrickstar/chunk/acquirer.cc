@@ -6,7 +6,6 @@
 
 #include "patrickstar/base/error.h"
 #include "patrickstar/base/text.h"
-#include "patrickstar/plan/eviction_policy.h"
 
 namespace patrickstar {
 namespace {
@@ -17,6 +16,10 @@ thread_local int64_t num_thread_op_leases = 0;
 
 // Names of at most this many chunks go into a message.
 constexpr size_t kMaxNamedChunks = 3;
+
+// At most one part in so many of the budget is written back ahead of need: what is written
+// early may be changed again.
+constexpr int64_t kCleanShare = 8;
 
 bool Contains(std::span<const ChunkAccess> set, ChunkId chunk) {
   return std::any_of(set.begin(), set.end(),
@@ -198,11 +201,13 @@ Acquirer::Room Acquirer::MakeRoom(const Request& request, int64_t num_bytes,
   const int64_t shortage = num_bytes - state_.budget.free_bytes() - leaving_bytes;
   if (shortage <= 0) return Room::kOnItsWay;
   bool is_slot_missing = false;
-  const std::vector<ChunkId> victims = ChooseVictims(request, shortage, &is_slot_missing);
+  const std::vector<ChunkId> victims =
+      ChooseLeastRecentlyUsed(Candidates(request, &is_slot_missing), shortage);
   int64_t victim_bytes = 0;
   for (const ChunkId victim : victims) victim_bytes += state_.table[victim].payload_bytes;
   if (victim_bytes >= shortage) {  // else nothing is evicted in vain
     for (const ChunkId victim : victims) mover_.Evict(victim);
+    CleanAhead(request);
     return Room::kOnItsWay;
   }
   if (is_slot_missing) return Room::kNeedsSlots;
@@ -210,8 +215,8 @@ Acquirer::Room Acquirer::MakeRoom(const Request& request, int64_t num_bytes,
   return IsLeaseInTheWay(request) ? Room::kLeased : Room::kNone;
 }
 
-std::vector<ChunkId> Acquirer::ChooseVictims(const Request& request, int64_t num_bytes,
-                                             bool* is_slot_missing) {
+std::vector<EvictionCandidate> Acquirer::Candidates(const Request& request,
+                                                    bool* is_slot_missing) const {
   std::vector<EvictionCandidate> candidates;
   for (ChunkId chunk = 0; chunk < state_.table.size(); ++chunk) {
     const ChunkRecord& record = state_.table[chunk];
@@ -227,7 +232,17 @@ std::vector<ChunkId> Acquirer::ChooseVictims(const Request& request, int64_t num
                           .is_dirty = record.is_dirty,
                           .last_use = record.last_use});
   }
-  return ChooseLeastRecentlyUsed(candidates, num_bytes);
+  return candidates;
+}
+
+void Acquirer::CleanAhead(const Request& request) {
+  if (!state_.spill || state_.options.stress.evict) return;
+  const int64_t max_bytes =
+      std::min(state_.options.write_behind_bytes, state_.budget.limit_bytes() / kCleanShare);
+  bool is_slot_missing = false;
+  for (const ChunkId chunk : ChooseToClean(Candidates(request, &is_slot_missing), max_bytes)) {
+    mover_.Clean(chunk);
+  }
 }
 
 void Acquirer::EvictDownToBudget() {
@@ -236,7 +251,8 @@ void Acquirer::EvictDownToBudget() {
   const int64_t excess = -state_.budget.free_bytes() - mover_.LeavingBytes();
   bool is_slot_missing = false;
   const Request nothing{.set = {}, .what = {}, .save_failures_before = state_.num_save_failures};
-  for (const ChunkId victim : ChooseVictims(nothing, excess, &is_slot_missing)) {
+  for (const ChunkId victim :
+       ChooseLeastRecentlyUsed(Candidates(nothing, &is_slot_missing), excess)) {
     mover_.Evict(victim);
   }
   mover_.Flush(lock);

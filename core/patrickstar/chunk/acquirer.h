@@ -25,6 +25,7 @@
 
 #include "patrickstar/chunk/payload_mover.h"
 #include "patrickstar/chunk/store_state.h"
+#include "patrickstar/plan/eviction_policy.h"
 
 namespace patrickstar {
 
@@ -83,8 +84,8 @@ class Acquirer {
   Reservation AcquireSlow(std::unique_lock<std::mutex>& lock, const Request& request,
                           LeaseKind kind);
   Room MakeRoom(const Request& request, int64_t num_bytes, Reservation* reservation);
-  std::vector<ChunkId> ChooseVictims(const Request& request, int64_t num_bytes,
-                                     bool* is_slot_missing);
+  std::vector<EvictionCandidate> Candidates(const Request& request, bool* is_slot_missing) const;
+  void CleanAhead(const Request& request);
   bool IsLeaseInTheWay(const Request& request) const;
   bool IsTransferUnderWay() const;
   int64_t ForeignBytes() const;  // reserved, but not for payloads

@@ -267,6 +267,58 @@ TEST_F(AcquirerTest, KeepsWhatIsBeingSavedWhenItIsWantedAgain) {
   EXPECT_EQ(disk_->num_writes(), 1) << "kept, and clean";
 }
 
+TEST_F(AcquirerTest, WritesBackWhatLeavesNextAheadOfNeed) {
+  Open(16, {.write_behind_bytes = 2 * kPage});
+  std::vector<ChunkId> chunks;
+  for (int value = 0; value < 16; ++value) chunks.push_back(NewWith(value));
+  Use({New()});
+  WaitUntilWritten(3);
+  const StoreStats first = store_->stats();
+  EXPECT_EQ(first.disk_written_bytes, 3 * kPage);  // the one that left, and the two after it
+  EXPECT_EQ(first.counters.num_evictions, 1);
+  EXPECT_EQ(num_resident_pages(), 16);
+  EXPECT_EQ(ValueOf(chunks[1]), 1);
+  EXPECT_EQ(store_->stats().disk_read_bytes, 0);  // it was still there
+  Write(chunks[2], 40);                           // and what is written again is dirty again
+  for (int count = 0; count < 16; ++count) Use({New()});
+  EXPECT_EQ(ValueOf(chunks[0]), 0);
+  EXPECT_EQ(ValueOf(chunks[2]), 40);
+}
+
+TEST_F(AcquirerTest, TakesTheRoomOfWhatIsWrittenBackAheadOfNeedWhenThatEnds) {
+  Open(16, {.write_behind_bytes = 2 * kPage});
+  std::vector<ChunkId> chunks;
+  for (int value = 0; value < 16; ++value) chunks.push_back(NewWith(value));
+  disk_->Pause();
+  auto first = StartAndWaitUntilItWaits([&] { Use({New()}); });
+  disk_->WaitForPaused(3);
+  auto second = StartAndWaitUntilItWaits([&] { Use({New(2)}); });
+  disk_->Resume();
+  first.get();
+  second.get();
+  EXPECT_EQ(store_->stats().counters.num_evictions, 3);
+  EXPECT_EQ(ValueOf(chunks[3]), 3);
+  EXPECT_EQ(store_->stats().disk_read_bytes, 0);
+  EXPECT_EQ(ValueOf(chunks[2]), 2);
+}
+
+TEST_F(AcquirerTest, AFailedWriteBackAheadOfNeedLosesNothing) {
+  Open(16, {.write_behind_bytes = 2 * kPage});
+  std::vector<ChunkId> chunks;
+  for (int value = 0; value < 16; ++value) chunks.push_back(NewWith(value));
+  disk_->Pause();
+  auto first = StartAndWaitUntilItWaits([&] { Use({New()}); });
+  disk_->WaitForPaused(3);
+  disk_->SetWritesFull(true);
+  store_->Discard(chunks[1], Content::kUndefined);
+  disk_->Resume();
+  EXPECT_NO_THROW(first.get());  // in the place of the discarded chunk
+  EXPECT_EQ(store_->stats().counters.num_evictions, 1);
+  disk_->Heal();
+  for (int count = 0; count < 16; ++count) Use({New()});
+  for (const int value : {0, 2, 3, 15}) EXPECT_EQ(ValueOf(chunks[value]), value);
+}
+
 TEST_F(AcquirerTest, CancelsAQueuedSaveOfWhatIsWantedAgain) {
   Open(2, {.max_transfers_in_flight = 1});
   NewWith(1);

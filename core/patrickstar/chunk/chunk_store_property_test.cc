@@ -101,6 +101,7 @@ struct Plan {
     is_budget_changing = Happens(&random, 40);
     stress = {.evict = Happens(&random, 25), .poison = Happens(&random, 25)};
     max_transfers_in_flight = static_cast<int>(Pick(&random, 1, 8));
+    write_behind_bytes = kPageAlignment * Pick(&random, 0, 16);
     least_budget = LeastBudget();
     budget = least_budget;
     if (Happens(&random, 60)) budget += kPageAlignment * Pick(&random, 0, 100);
@@ -125,6 +126,7 @@ struct Plan {
   bool is_budget_changing;
   StressOptions stress;
   int max_transfers_in_flight;
+  int64_t write_behind_bytes;
   int64_t least_budget;
   int64_t budget;
 };
@@ -146,7 +148,8 @@ class World {
     store_ = std::make_unique<ChunkStore>(
         StoreOptions{.host_bytes = plan_.budget,
                      .stress = plan_.stress,
-                     .max_transfers_in_flight = plan_.max_transfers_in_flight},
+                     .max_transfers_in_flight = plan_.max_transfers_in_flight,
+                     .write_behind_bytes = plan_.write_behind_bytes},
         std::move(spill), &binder_, &clock_);
     for (const int64_t num_bytes : plan_.sizes) {
       auto& truth = truths_.emplace_back(std::make_unique<Truth>());

@@ -40,6 +40,7 @@ struct ChunkRecord {
   uint32_t num_claims = 0;  // acquirers that have their room and wait for I/O
   uint64_t last_use = 0;    // tick of the latest lease
 
+  bool is_cleaning = false;    // saved ahead of need: the bytes stay until their room is needed
   bool is_wanted = false;      // a caller waits for the end of a save: keep the bytes
   bool is_dead = false;        // discarded while leased, claimed or moving: goes when that ends
   bool is_destroyed = false;   // the chunk is going, or its id is free
@@ -50,7 +51,9 @@ struct ChunkRecord {
     return state == PayloadState::kReady || state == PayloadState::kAttached;
   }
   bool is_leased() const { return num_op_leases != 0 || num_held_leases != 0; }
-  bool is_evictable() const { return is_resident() && !is_leased() && num_claims == 0; }
+  bool is_evictable() const {
+    return (is_resident() || is_cleaning) && !is_leased() && num_claims == 0;
+  }
 };
 
 class ChunkTable {

@@ -75,18 +75,30 @@ void PayloadMover::Fill(ChunkId chunk, Payload payload) {
   }
 }
 
+void PayloadMover::Clean(ChunkId chunk) {
+  if (std::exchange(state_.table[chunk].is_cleaning, true)) return;
+  Save(chunk);
+}
+
 void PayloadMover::Evict(ChunkId chunk) {
   ChunkRecord& record = state_.table[chunk];
-  if (record.state == PayloadState::kAttached) {
-    state_.table.Apply(chunk, PayloadEvent::kDetach);
-    state_.binder.Detach(chunk);
-  }
   ++state_.counters.num_evictions;
   state_.counters.evicted_bytes += record.payload_bytes;
-  if (!record.is_dirty) {
-    ThrowAway(chunk, PayloadEvent::kDrop);
-    return;
-  }
+  if (std::exchange(record.is_cleaning, false)) return;  // leaves when its write-back ends
+  if (record.is_dirty) return Save(chunk);
+  Detach(chunk);
+  ThrowAway(chunk, PayloadEvent::kDrop);
+}
+
+void PayloadMover::Detach(ChunkId chunk) {
+  if (state_.table[chunk].state != PayloadState::kAttached) return;
+  state_.table.Apply(chunk, PayloadEvent::kDetach);
+  state_.binder.Detach(chunk);
+}
+
+void PayloadMover::Save(ChunkId chunk) {
+  const ChunkRecord& record = state_.table[chunk];
+  Detach(chunk);
   state_.table.Apply(chunk, PayloadEvent::kSave);
   state_.queue.Push({.chunk = chunk,
                      .direction = Direction::kSave,
@@ -96,6 +108,7 @@ void PayloadMover::Evict(ChunkId chunk) {
 }
 
 void PayloadMover::Keep(ChunkId chunk) {
+  state_.table[chunk].is_cleaning = false;
   if (state_.queue.Cancel(chunk)) {
     state_.table.Apply(chunk, PayloadEvent::kKeep);
   } else {
@@ -105,6 +118,7 @@ void PayloadMover::Keep(ChunkId chunk) {
 
 bool PayloadMover::Discard(ChunkId chunk) {
   ChunkRecord& record = state_.table[chunk];
+  record.is_cleaning = false;
   if (record.state == PayloadState::kSaving && state_.queue.Cancel(chunk)) {
     state_.table.Apply(chunk, PayloadEvent::kKeep);
   }
@@ -153,10 +167,8 @@ int64_t PayloadMover::LeavingBytes() const {
   int64_t num_bytes = state_.freeing_bytes + ReservedBytes(state_.garbage);
   for (ChunkId chunk = 0; chunk < state_.table.size(); ++chunk) {
     const ChunkRecord& record = state_.table[chunk];
-    if (record.state != PayloadState::kSaving || record.is_wanted || record.num_claims != 0) {
-      continue;
-    }
-    num_bytes += record.payload_bytes;
+    const bool is_staying = record.is_wanted || record.is_cleaning || record.num_claims != 0;
+    if (record.state == PayloadState::kSaving && !is_staying) num_bytes += record.payload_bytes;
   }
   return num_bytes;
 }
@@ -201,7 +213,9 @@ void PayloadMover::EndSave(ChunkId chunk, const std::exception_ptr& failure) {
   std::unique_lock lock(state_.mutex);
   state_.queue.Finish();
   ChunkRecord& record = state_.table[chunk];
-  const bool is_wanted = std::exchange(record.is_wanted, false) || record.num_claims != 0;
+  const bool was_cleaning = std::exchange(record.is_cleaning, false);
+  const bool was_wanted = std::exchange(record.is_wanted, false);
+  const bool is_staying = was_cleaning || was_wanted || record.num_claims != 0;
   if (failure) {
     record.save_failure = ++state_.num_save_failures;
     state_.save_failure = failure;
@@ -209,7 +223,7 @@ void PayloadMover::EndSave(ChunkId chunk, const std::exception_ptr& failure) {
   } else {
     record.is_dirty = false;
     record.content = Content::kOnDisk;
-    if (is_wanted || record.is_dead) {
+    if (is_staying || record.is_dead) {
       state_.table.Apply(chunk, PayloadEvent::kKeep);
     } else {
       ThrowAway(chunk, PayloadEvent::kSaved);

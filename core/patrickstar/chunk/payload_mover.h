@@ -27,6 +27,10 @@ class PayloadMover {
   void Load(std::unique_lock<std::mutex>& lock, std::span<const ChunkId> missing,
             Reservation reservation);
 
+  // Writes an evictable dirty payload back ahead of need: it stays, and is clean then.
+  // REQUIRES: the chunk has a disk slot.
+  void Clean(ChunkId chunk);
+
   // Takes an evictable payload off the tier: dropped when clean, else written back.
   // REQUIRES: a dirty chunk has a disk slot.
   void Evict(ChunkId chunk);
@@ -48,6 +52,8 @@ class PayloadMover {
 
  private:
   void Fill(ChunkId chunk, Payload payload);
+  void Detach(ChunkId chunk);
+  void Save(ChunkId chunk);
   void Start(const Transfer& transfer);                            // without the mutex
   void EndLoad(ChunkId chunk, const std::exception_ptr& failure);  // takes the mutex
   void EndSave(ChunkId chunk, const std::exception_ptr& failure);  // takes the mutex

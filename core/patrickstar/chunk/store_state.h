@@ -40,6 +40,9 @@ struct StoreOptions {
   // Transfers handed to the disk at once: enough to keep its queue full, few enough
   // that what is still queued can be cancelled.
   int max_transfers_in_flight = 8;
+  // Payloads that leave next are written back ahead of need while others leave, so that the
+  // disk works on while a caller computes: at most these bytes, and 1/8 of host_bytes.
+  int64_t write_behind_bytes = int64_t{64} << 20;
 };
 
 // Counted since the store was made. Bytes are whole payloads.

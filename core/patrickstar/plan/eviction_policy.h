@@ -27,4 +27,9 @@ struct EvictionCandidate {
 std::vector<ChunkId> ChooseLeastRecentlyUsed(std::span<const EvictionCandidate> candidates,
                                              int64_t num_bytes);
 
+// Chooses what to write back ahead of need: of the least recently used candidates that are
+// together at most max_bytes, the dirty ones, in that order.
+std::vector<ChunkId> ChooseToClean(std::span<const EvictionCandidate> candidates,
+                                   int64_t max_bytes);
+
 }  // namespace patrickstar

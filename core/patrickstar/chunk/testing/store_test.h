@@ -15,6 +15,7 @@
 #include <initializer_list>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -31,6 +32,7 @@ struct StoreTestSetup {
   bool has_disk = true;
   StressOptions stress = {};
   int max_transfers_in_flight = 8;
+  int64_t write_behind_bytes = 0;
   int64_t max_disk_bytes = INT64_MAX;
 };
 
@@ -64,7 +66,8 @@ class StoreTest : public testing::Test {
     most_pages_ = num_pages;
     const StoreOptions options{.host_bytes = num_pages * kPage,
                                .stress = setup.stress,
-                               .max_transfers_in_flight = setup.max_transfers_in_flight};
+                               .max_transfers_in_flight = setup.max_transfers_in_flight,
+                               .write_behind_bytes = setup.write_behind_bytes};
     store_ = std::make_unique<ChunkStore>(options, std::move(spill), &binder_, &clock_);
   }
 
@@ -151,6 +154,10 @@ class StoreTest : public testing::Test {
     std::future<void> future = std::async(std::launch::async, [this] { store_->EvictAll(); });
     disk_->WaitForPaused(num_saves);
     return future;
+  }
+
+  void WaitUntilWritten(int64_t num_pages) {
+    while (store_->stats().disk_written_bytes < num_pages * kPage) std::this_thread::yield();
   }
 
   int64_t size(ChunkId chunk) const { return chunk < sizes_.size() ? sizes_[chunk] : kPage; }
