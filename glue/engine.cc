@@ -21,6 +21,18 @@ std::unique_ptr<SpillFile> OpenSpill(const EngineOptions& options) {
   return std::make_unique<SpillFile>(OpenSpillFile(options.spill_dir), spill);
 }
 
+void AcquireGivingUpTheLandingZone(Engine* engine, std::span<const ChunkAccess> set, LeaseKind kind,
+                                   std::string_view what) {
+  const GilReleaseIfHeld without_gil;
+  engine->landing_zone().Prepare();
+  try {
+    engine->store().Acquire(set, kind, what);
+  } catch (const OutOfMemory&) {
+    engine->landing_zone().GiveUp();
+    engine->store().Acquire(set, kind, what);
+  }
+}
+
 void PrepareFork() {
   if (Engine* const engine = Engine::Get()) engine->registry().PrepareFork();
 }
@@ -75,18 +87,19 @@ void Engine::StopAtExit() {
 
 void AcquireWithoutGil(Engine* engine, std::span<const ChunkAccess> set, LeaseKind kind,
                        std::string_view what) {
-  try {
-    const GilReleaseIfHeld without_gil;
-    engine->landing_zone().Prepare();
+  ThroughTorch([&] { AcquireGivingUpTheLandingZone(engine, set, kind, what); });
+}
+
+bool TryAcquireWithoutGil(Engine* engine, std::span<const ChunkAccess> set, LeaseKind kind,
+                          std::string_view what) {
+  return ThroughTorch([&] {
     try {
-      engine->store().Acquire(set, kind, what);
+      AcquireGivingUpTheLandingZone(engine, set, kind, what);
     } catch (const OutOfMemory&) {
-      engine->landing_zone().GiveUp();
-      engine->store().Acquire(set, kind, what);
+      return false;
     }
-  } catch (const Error& error) {
-    ThrowThroughTorch(error);
-  }
+    return true;
+  });
 }
 
 GilReleaseIfHeld::GilReleaseIfHeld()

@@ -68,6 +68,10 @@ class Engine {
 void AcquireWithoutGil(Engine* engine, std::span<const ChunkAccess> set, LeaseKind kind,
                        std::string_view what);
 
+// The same, but false when the budget cannot hold the set at once: nothing is leased then.
+bool TryAcquireWithoutGil(Engine* engine, std::span<const ChunkAccess> set, LeaseKind kind,
+                          std::string_view what);
+
 // An op lease for as long as it lives. `set` must outlive it.
 class TorchLease {
  public:

@@ -18,6 +18,7 @@
 #include "glue/hold.h"
 #include "glue/managed_storage.h"
 #include "glue/optimizers.h"
+#include "glue/raw_memory.h"
 #include "glue/raw_reader.h"
 #include "patrickstar/base/error.h"
 
@@ -198,6 +199,15 @@ void RegisterOptimizers(py::module_& module) {
     EndNativeStep();
     Running()->landing_zone().EndStep();
   });
+  module.def(
+      "run_on_raw_memory",
+      [](const std::vector<at::Tensor>& tensors, const std::vector<bool>& is_written,
+         const std::string& what, const py::function& run) {
+        return RunOnRawMemory(Running(), tensors, is_written, what,
+                              [&run](std::vector<at::Tensor> raw) { run(std::move(raw)); });
+      },
+      py::arg("tensors"), py::arg("is_written"), py::arg("what"), py::arg("run"));
+  module.def("group_of", &GroupOf);
   module.def("adopt_state", [](const at::Tensor& parameter, const at::Tensor& state) {
     return AdoptState(Running(), parameter, state);
   });

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """OptimizerHooks: what happens around any optimizer's ``step()``.
 
-Every optimizer runs its own code. Around it, its parameters are adopted if no module showed them
-to us, its state is moved into chunks, and the return of ``step()`` is the step boundary.
+Around it, an optimizer's parameters are adopted if no module showed them to us, its state is moved
+into chunks, and the return of ``step()`` is the step boundary. Inside, torch's element-wise
+optimizers step in ranges; every other one runs its own code as it is.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.optimizer import (
@@ -19,6 +21,8 @@ from torch.optim.optimizer import (
 )
 
 from patrickstar import _C
+from patrickstar.ranged_step import can_step_in_ranges, step_in_ranges
+from patrickstar.step_stub import stub_of
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -32,12 +36,17 @@ class OptimizerHooks:
     Args:
         adopter: Adopts parameters that belong to no module.
         on_boundary: Called after each step.
+        is_native: Every optimizer runs its own code on whole tensors.
     """
 
-    def __init__(self, adopter: Adopter, on_boundary: Callable[[], None]) -> None:
+    def __init__(
+        self, adopter: Adopter, on_boundary: Callable[[], None], *, is_native: bool
+    ) -> None:
         self._adopter = adopter
         self._on_boundary = on_boundary
+        self._is_native = is_native
         self._handles: list[RemovableHandle] = []
+        self._replacing: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
     def open(self) -> None:
         self._handles = [
@@ -46,9 +55,10 @@ class OptimizerHooks:
         ]
 
     def close(self) -> None:
-        for handle in self._handles:
+        for handle in [*self._handles, *self._replacing.values()]:
             handle.remove()
         self._handles = []
+        self._replacing.clear()
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if torch.compiler.is_compiling():
@@ -57,6 +67,16 @@ class OptimizerHooks:
         self._adopter.adopt_tensors(parameters)
         _adopt_state(optimizer)
         _C.begin_native_step(sys._getframe(1))  # of the wrapper that torch puts around step()
+        if not self._is_native and can_step_in_ranges(optimizer):
+            self._replace_step(optimizer)
+
+    def _replace_step(self, optimizer: Optimizer) -> None:
+        """Has ``step()`` called on a stub, by a hook that comes after the user's own."""
+        handle = self._replacing.get(optimizer)
+        if handle is None:
+            handle = optimizer.register_step_pre_hook(_step_on_a_stub)
+            self._replacing[optimizer] = handle
+        optimizer._optimizer_step_pre_hooks.move_to_end(handle.id)
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if torch.compiler.is_compiling():
@@ -64,6 +84,12 @@ class OptimizerHooks:
         _C.end_native_step()
         _adopt_state(optimizer)
         self._on_boundary()
+
+
+def _step_on_a_stub(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    if torch.compiler.is_compiling():
+        return None
+    return (stub_of(optimizer, lambda: step_in_ranges(optimizer)), *args[1:]), kwargs
 
 
 def _adopt_state(optimizer: Optimizer) -> None:

@@ -46,7 +46,9 @@ class Session:
         self.config = config
         self._log = RunLog(config.log) if config.log is not None else None
         self._adopter = Adopter(pending_bytes=min(config.chunk_size, config.host_memory // 8))
-        self._optimizer_hooks = OptimizerHooks(self._adopter, self._on_boundary)
+        self._optimizer_hooks = OptimizerHooks(
+            self._adopter, self._on_boundary, is_native=config.optimizer == "native"
+        )
         self._raw_access = RawAccess(self._adopter.adopt_copy, config.spill_dir)
         self._compiled_graphs = CompiledGraphs()
         self._observers = Observers()
