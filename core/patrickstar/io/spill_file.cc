@@ -51,11 +51,34 @@ void SpillFile::Free(const SpillSlot& slot) {
 
 void SpillFile::Write(const SpillSlot& slot, const void* data, int64_t num_bytes, Done done) {
   // A write request only reads the buffer.
-  Submit(IoRequest::Op::kWrite, slot, const_cast<void*>(data), num_bytes, std::move(done));
+  Submit(slot, {.op = IoRequest::Op::kWrite, .num_bytes = num_bytes, .done = std::move(done)},
+         const_cast<void*>(data));
 }
 
 void SpillFile::Read(const SpillSlot& slot, void* data, int64_t num_bytes, Done done) {
-  Submit(IoRequest::Op::kRead, slot, data, num_bytes, std::move(done));
+  Submit(slot, {.op = IoRequest::Op::kRead, .num_bytes = num_bytes, .done = std::move(done)}, data);
+}
+
+void SpillFile::ReadPart(const SpillSlot& slot, int64_t offset, void* data, int64_t num_bytes,
+                         Done done) {
+  Submit(slot,
+         {.op = IoRequest::Op::kRead,
+          .is_part = true,
+          .offset = offset,
+          .num_bytes = num_bytes,
+          .done = std::move(done)},
+         data);
+}
+
+void SpillFile::WritePart(const SpillSlot& slot, int64_t offset, const void* data,
+                          int64_t num_bytes, Done done) {
+  Submit(slot,
+         {.op = IoRequest::Op::kWrite,
+          .is_part = true,
+          .offset = offset,
+          .num_bytes = num_bytes,
+          .done = std::move(done)},
+         const_cast<void*>(data));
 }
 
 void SpillFile::Shutdown() { async_file_.Shutdown(); }
@@ -123,56 +146,79 @@ SpillFile::Slot& SpillFile::FindLocked(const SpillSlot& slot) {
   return found->second;
 }
 
-void SpillFile::Submit(IoRequest::Op op, const SpillSlot& slot, void* data, int64_t num_bytes,
-                       Done done) {
+void SpillFile::Submit(const SpillSlot& slot, Batch whole, void* data) {
   if (async_file_.is_abandoned()) {
-    done(std::make_exception_ptr(Error(AsyncFile::kForkedMessage)));
+    whole.done(std::make_exception_ptr(Error(AsyncFile::kForkedMessage)));
     return;
   }
-  PS_CHECK(done != nullptr);
-  PS_CHECK(num_bytes > 0 && num_bytes <= slot.num_bytes, "got ", num_bytes, " bytes for ",
-           slot.num_bytes);
+  PS_CHECK(whole.done != nullptr);
+  PS_CHECK(whole.num_bytes > 0 && whole.offset >= 0 && whole.offset % kBlockBytes == 0 &&
+               whole.offset + whole.num_bytes <= slot.num_bytes,
+           "got ", whole.num_bytes, " bytes at ", whole.offset, " for ", slot.num_bytes);
   PS_CHECK(reinterpret_cast<uintptr_t>(data) % kPageAlignment == 0, "got ", data);
-  const int64_t padded_bytes = AlignUp(num_bytes, kPageAlignment);
-  const int64_t num_blocks = AlignUp(padded_bytes, kBlockBytes) / kBlockBytes;
-  auto batch = std::make_shared<Batch>(Batch{.slot_offset = slot.offset,
-                                             .op = op,
-                                             .num_bytes = padded_bytes,
-                                             .done = std::move(done),
-                                             .num_pending_blocks = num_blocks,
-                                             .error = nullptr});
-  std::vector<uint32_t> checksums;
+  whole.num_bytes = AlignUp(whole.num_bytes, kPageAlignment);
+  whole.num_pending_blocks = AlignUp(whole.num_bytes, kBlockBytes) / kBlockBytes;
+  const auto first_block = static_cast<size_t>(whole.offset / kBlockBytes);
+  whole.slot_offset = slot.offset;
+  const auto batch = std::make_shared<Batch>(std::move(whole));
+  std::vector<uint32_t> checksums(static_cast<size_t>(batch->num_pending_blocks));
   {
     std::lock_guard lock(mutex_);
-    checksums = BeginLocked(*batch, &FindLocked(slot));
+    Slot& record = FindLocked(slot);
+    BeginLocked(*batch, &record);
+    for (size_t block = 0; block < checksums.size(); ++block) {
+      checksums[block] = record.checksums[first_block + block];
+    }
   }
   for (size_t block = 0; block < checksums.size(); ++block) {
     const int64_t start = static_cast<int64_t>(block) * kBlockBytes;
-    async_file_.Submit({.op = op,
+    async_file_.Submit({.op = batch->op,
                         .buffer = static_cast<char*>(data) + start,
-                        .num_bytes = std::min(kBlockBytes, padded_bytes - start),
-                        .offset = slot.offset + start,
+                        .num_bytes = std::min(kBlockBytes, batch->num_bytes - start),
+                        .offset = slot.offset + batch->offset + start,
                         .checksum = checksums[block],
-                        .done = [this, batch, block](IoRequest& request, std::exception_ptr error) {
+                        .done = [this, batch, block = first_block + block](
+                                    IoRequest& request, std::exception_ptr error) {
                           FinishBlock(*batch, block, request, std::move(error));
                         }});
   }
 }
 
-// Marks the I/O as going on; returns one checksum a block (of a write: to be replaced).
-std::vector<uint32_t> SpillFile::BeginLocked(const Batch& batch, Slot* record) {
-  PS_CHECK(!record->is_being_written, "slot at ", batch.slot_offset, " is being written");
-  if (batch.op == IoRequest::Op::kWrite) {
-    PS_CHECK(record->num_reads == 0, "slot at ", batch.slot_offset, " is being read");
-    record->is_being_written = true;
-    record->written_bytes = 0;
-    record->checksums.assign(static_cast<size_t>(batch.num_pending_blocks), 0);
-  } else {
-    PS_CHECK(record->written_bytes == batch.num_bytes, "slot at ", batch.slot_offset, " holds ",
-             record->written_bytes, " bytes, asked for ", batch.num_bytes);
+// Marks the I/O as going on.
+void SpillFile::BeginLocked(const Batch& batch, Slot* record) {
+  PS_CHECK(record->is_being_written == (batch.op == IoRequest::Op::kWrite && batch.is_part),
+           "slot at ", batch.slot_offset, " is ", record->is_being_written ? "" : "not ",
+           "being written");
+  if (batch.op == IoRequest::Op::kRead) {
+    PS_CHECK(batch.is_part ? batch.offset + batch.num_bytes <= record->written_bytes
+                           : batch.num_bytes == record->written_bytes,
+             "slot at ", batch.slot_offset, " holds ", record->written_bytes, " bytes, asked for ",
+             batch.num_bytes, " at ", batch.offset);
     ++record->num_reads;
+  } else if (!batch.is_part) {
+    BeginWriteLocked(batch.slot_offset, batch.num_bytes, record);
   }
-  return record->checksums;
+}
+
+void SpillFile::BeginWriteLocked(int64_t slot_offset, int64_t num_bytes, Slot* record) {
+  PS_CHECK(record->num_reads == 0, "slot at ", slot_offset, " is being read");
+  record->is_being_written = true;
+  record->written_bytes = 0;
+  record->checksums.assign(static_cast<size_t>(AlignUp(num_bytes, kBlockBytes) / kBlockBytes), 0);
+}
+
+void SpillFile::BeginParts(const SpillSlot& slot, int64_t num_bytes) {
+  std::lock_guard lock(mutex_);
+  Slot& record = FindLocked(slot);
+  PS_CHECK(!record.is_being_written, "slot at ", slot.offset, " is being written");
+  BeginWriteLocked(slot.offset, AlignUp(num_bytes, kPageAlignment), &record);
+}
+
+void SpillFile::EndParts(const SpillSlot& slot, int64_t num_bytes) {
+  std::lock_guard lock(mutex_);
+  Slot& record = FindLocked(slot);
+  record.is_being_written = false;
+  record.written_bytes = AlignUp(num_bytes, kPageAlignment);
 }
 
 void SpillFile::FinishBlock(Batch& batch, size_t block, const IoRequest& request,
@@ -203,6 +249,7 @@ void SpillFile::EndLocked(const Batch& batch) {
     --record.num_reads;
     return;
   }
+  if (batch.is_part) return;
   record.is_being_written = false;
   if (batch.error == nullptr) record.written_bytes = batch.num_bytes;
 }

@@ -72,6 +72,20 @@ class SpillFile {
   // `num_bytes` is what was written; no Write of the slot is going on.
   void Read(const SpillSlot& slot, void* data, int64_t num_bytes, Done done);
 
+  // Read of a part: `num_bytes` at `offset` of what was written.
+  // REQUIRES: as Read; `offset` is a multiple of kBlockBytes, and the part ends with a block or
+  // with the payload.
+  void ReadPart(const SpillSlot& slot, int64_t offset, void* data, int64_t num_bytes, Done done);
+
+  // A Write of `num_bytes` that comes in parts, each of them once, in any order, between the two
+  // calls. The slot holds nothing before EndParts, and nothing after it when that is given 0
+  // bytes: the write is given up.
+  // REQUIRES: as Write and ReadPart; no part is under way at EndParts, and all were written.
+  void BeginParts(const SpillSlot& slot, int64_t num_bytes);
+  void WritePart(const SpillSlot& slot, int64_t offset, const void* data, int64_t num_bytes,
+                 Done done);
+  void EndParts(const SpillSlot& slot, int64_t num_bytes);
+
   // Finishes what was submitted, joins the threads and gives the disk space back; later calls of
   // Read and Write fail.
   void Shutdown();
@@ -98,22 +112,25 @@ class SpillFile {
     bool is_being_written = false;
   };
 
-  // One Read or Write of a payload, shared by the requests of its blocks.
+  // One read or write of a payload or a part of it, shared by the requests of its blocks.
   struct Batch {
-    int64_t slot_offset;
     IoRequest::Op op;
-    int64_t num_bytes;
+    bool is_part = false;
+    int64_t offset = 0;  // In the payload.
+    int64_t num_bytes = 0;
     Done done;
-    int64_t num_pending_blocks;  // Guarded by mutex_, as is error.
-    std::exception_ptr error;
+    int64_t slot_offset = 0;
+    int64_t num_pending_blocks = 0;  // Guarded by mutex_, as is error.
+    std::exception_ptr error = nullptr;
   };
 
   SpillSlot TryAllocate(int64_t num_bytes);
   void GrowFor(int64_t num_bytes);
   [[noreturn]] void ThrowGrowFailed(int64_t missing_bytes, int error_number);
   Slot& FindLocked(const SpillSlot& slot);
-  void Submit(IoRequest::Op op, const SpillSlot& slot, void* data, int64_t num_bytes, Done done);
-  std::vector<uint32_t> BeginLocked(const Batch& batch, Slot* record);
+  void Submit(const SpillSlot& slot, Batch batch, void* data);
+  void BeginLocked(const Batch& batch, Slot* record);
+  static void BeginWriteLocked(int64_t slot_offset, int64_t num_bytes, Slot* record);
   void FinishBlock(Batch& batch, size_t block, const IoRequest& request, std::exception_ptr error);
   void EndLocked(const Batch& batch);
 

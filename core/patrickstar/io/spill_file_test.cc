@@ -53,6 +53,15 @@ class SpillFileTest : public testing::Test {
     return outcome;
   }
 
+  // The block of the payload that begins at `offset`.
+  void WritePart(const SpillSlot& slot, int64_t offset, PageBuffer* payload) {
+    const Outcome outcome;
+    file_->WritePart(slot, offset, payload->data() + offset,
+                     std::min(kMiB, payload->num_bytes() - offset),
+                     [outcome](std::exception_ptr error) { outcome.Set(std::move(error)); });
+    outcome.Wait();
+  }
+
   void Write(const SpillSlot& slot, PageBuffer* payload) { StartWrite(slot, payload).Wait(); }
   void Read(const SpillSlot& slot, PageBuffer* payload) { StartRead(slot, payload).Wait(); }
 
@@ -316,6 +325,49 @@ TEST_F(SpillFileTest, ManyReadsOfOneSlotAtOnce) {
   for (PageBuffer& target : found) reads.push_back(StartRead(slot, &target));
   for (const Outcome& read : reads) read.Wait();
   for (const PageBuffer& target : found) EXPECT_EQ(target, payload);
+}
+
+TEST_F(SpillFileTest, PartsOfAPayloadMoveInAnyOrder) {
+  Open();
+  PageBuffer payload(2 * kMiB + 3 * kPageAlignment, 5);
+  const SpillSlot slot = file_->Allocate(payload.num_bytes());
+  file_->BeginParts(slot, payload.num_bytes());
+  for (const int64_t block : {2, 0, 1}) WritePart(slot, block * kMiB, &payload);
+  file_->EndParts(slot, payload.num_bytes());
+  ExpectHolds(slot, payload);
+  PageBuffer part(kMiB, 9);
+  const Outcome outcome;
+  file_->ReadPart(slot, kMiB, part.data(), kMiB,
+                  [outcome](std::exception_ptr error) { outcome.Set(std::move(error)); });
+  outcome.Wait();
+  EXPECT_TRUE(std::equal(part.data(), part.data() + kMiB, payload.data() + kMiB));
+}
+
+TEST_F(SpillFileTest, AFlippedBitInAPartIsFound) {
+  Open();
+  PageBuffer payload(2 * kMiB, 5);
+  const SpillSlot slot = Save(&payload);
+  faulty_->FlipBitOnRead(slot.offset + kMiB + 17, 3);
+  PageBuffer part(kMiB, 9);
+  const Outcome outcome;
+  file_->ReadPart(slot, kMiB, part.data(), kMiB,
+                  [outcome](std::exception_ptr error) { outcome.Set(std::move(error)); });
+  EXPECT_THROW(outcome.Wait(), CorruptData);
+}
+
+TEST_F(SpillFileTest, AGivenUpWriteInPartsCanBeFreedOrBegunAgain) {
+  Open();
+  PageBuffer payload(2 * kMiB, 5);
+  const SpillSlot slot = file_->Allocate(payload.num_bytes());
+  file_->BeginParts(slot, payload.num_bytes());
+  WritePart(slot, kMiB, &payload);
+  file_->EndParts(slot, 0);
+  Write(slot, &payload);
+  ExpectHolds(slot, payload);
+  file_->BeginParts(slot, payload.num_bytes());
+  file_->EndParts(slot, 0);
+  file_->Free(slot);
+  EXPECT_EQ(file_->allocated_bytes(), 0);
 }
 
 TEST_F(SpillFileTest, TheSlotMayBeFreedInsideDone) {
