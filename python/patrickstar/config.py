@@ -64,8 +64,8 @@ class Config:
             be revised at step boundaries.
         spill_dir: The folder of the spill file, which exists; None when nothing may be spilled.
         disk_space: Bytes allowed in the spill file; 0 when nothing may be spilled.
-        mixed_precision: None: the script's own precision.
-        gradient_accumulation_steps: Backward passes per update, when the engine counts them.
+        mixed_precision: "bf16" or "fp16"; None for the script's own precision.
+        gradient_accumulation_steps: Calls of ``step()`` for one that steps.
         gradient_clipping: The global norm that the engine clips to; None when it does not clip.
         chunk_size: Bytes of a parameter chunk in fp32.
         optimizer: How steps are run: "auto" or "native".
@@ -129,9 +129,9 @@ def resolve(config: object = None, **arguments: Any) -> Config:
         host_memory_measured=host is None,
         spill_dir=folder,
         disk_space=disk_bytes,
-        mixed_precision=None,
-        gradient_accumulation_steps=1,
-        gradient_clipping=None,
+        mixed_precision=settings["mixed_precision"],
+        gradient_accumulation_steps=settings["gradient_accumulation_steps"],
+        gradient_clipping=settings["gradient_clipping"],
         chunk_size=_chunk_size(settings["chunk_size"], host_bytes),
         optimizer=settings["optimizer"],
         log=None if settings["log"] is None else _path(settings["log"], "log"),
@@ -305,21 +305,6 @@ def _check_unbuilt(settings: Mapping[str, Any]) -> None:
     optimizer = settings["optimizer"]
     if optimizer not in ("auto", "native", "fused"):
         raise InvalidArgument(f'optimizer={optimizer!r}: expected "auto", "native" or "fused"')
-
-    if precision is not None:
-        raise _unbuilt(
-            "mixed_precision", precision, "put your own torch.autocast around the forward"
-        )
-    if steps != 1:
-        raise _unbuilt(
-            "gradient_accumulation_steps",
-            steps,
-            "call backward several times before step(), as in torch",
-        )
-    if clipping is not None:
-        raise _unbuilt(
-            "gradient_clipping", clipping, "call torch.nn.utils.clip_grad_norm_ before step()"
-        )
     if optimizer == "fused":
         raise _unbuilt("optimizer", optimizer, 'pass optimizer="auto" or "native"')
 

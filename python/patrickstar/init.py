@@ -53,9 +53,11 @@ def init(
             available memory at first, revised after each step.
         spill_dir: The folder of the spill file, created when missing; by default in your cache.
         disk_space: The most bytes of the spill file; by default 0.9 of what is free there.
-        mixed_precision: None; other values are not built yet.
-        gradient_accumulation_steps: 1; other values are not built yet.
-        gradient_clipping: None; other values are not built yet.
+        mixed_precision: ``"bf16"`` or ``"fp16"``: the type that ``torch.autocast`` runs the
+            model's calls in; with fp16 losses are scaled. By default the script's own precision.
+        gradient_accumulation_steps: Of so many calls of an optimizer's ``step()``, the last one
+            steps, and gradients are those of the mean loss.
+        gradient_clipping: The norm to which an optimizer's gradients are clipped before it steps.
         chunk_size: Bytes of a parameter chunk in fp32; by default a 32nd of ``host_memory``,
             between 64 KiB and 16 MiB.
         optimizer: ``"auto"`` or ``"native"``; both run the optimizer's own code for now.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,9 +22,12 @@ from torch.optim.optimizer import (
 
 from patrickstar import _C
 from patrickstar.ranged_step import can_step_in_ranges, step_in_ranges
+from patrickstar.step_rules import Arguments, Outcome, StepRules
 from patrickstar.step_stub import stub_of
 
 if TYPE_CHECKING:
+    from collections import OrderedDict
+
     from torch.utils.hooks import RemovableHandle
 
     from patrickstar.adoption import Adopter
@@ -35,15 +38,22 @@ class OptimizerHooks:
 
     Args:
         adopter: Adopts parameters that belong to no module.
-        on_boundary: Called after each step.
+        on_boundary: Called after each step, with whether it was skipped.
+        rules: Decide whether a call of ``step()`` steps; None when every call does.
         is_native: Every optimizer runs its own code on whole tensors.
     """
 
     def __init__(
-        self, adopter: Adopter, on_boundary: Callable[[], None], *, is_native: bool
+        self,
+        adopter: Adopter,
+        on_boundary: Callable[[bool], None],
+        rules: StepRules | None,
+        *,
+        is_native: bool,
     ) -> None:
         self._adopter = adopter
         self._on_boundary = on_boundary
+        self._rules = rules
         self._is_native = is_native
         self._handles: list[RemovableHandle] = []
         self._replacing: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
@@ -60,15 +70,23 @@ class OptimizerHooks:
         self._handles = []
         self._replacing.clear()
 
-    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
         if torch.compiler.is_compiling():
-            return
+            return None
+        arguments = None
+        if self._rules is not None:
+            outcome, arguments = self._rules.before_step(optimizer, args, kwargs)
+            if outcome is not Outcome.TAKEN:
+                return arguments
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._adopter.adopt_tensors(parameters)
         _adopt_state(optimizer)
         _C.begin_native_step(sys._getframe(1))  # of the wrapper that torch puts around step()
         if not self._is_native and can_step_in_ranges(optimizer):
             self._replace_step(optimizer)
+        return arguments
 
     def _replace_step(self, optimizer: Optimizer) -> None:
         """Has ``step()`` called on a stub, by a hook that comes after the user's own."""
@@ -76,14 +94,18 @@ class OptimizerHooks:
         if handle is None:
             handle = optimizer.register_step_pre_hook(_step_on_a_stub)
             self._replacing[optimizer] = handle
-        optimizer._optimizer_step_pre_hooks.move_to_end(handle.id)
+        hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
+        hooks.move_to_end(handle.id)
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if torch.compiler.is_compiling():
             return
-        _C.end_native_step()
-        _adopt_state(optimizer)
-        self._on_boundary()
+        outcome = Outcome.TAKEN if self._rules is None else self._rules.after_step(optimizer)
+        if outcome is Outcome.TAKEN:
+            _C.end_native_step()
+            _adopt_state(optimizer)
+        if outcome is not Outcome.ACCUMULATED:
+            self._on_boundary(outcome is Outcome.SKIPPED)
 
 
 def _step_on_a_stub(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

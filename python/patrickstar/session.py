@@ -26,6 +26,7 @@ from patrickstar.report.run_log import RunLog
 from patrickstar.report.stats import Stats
 from patrickstar.report.units import format_bytes
 from patrickstar.saving import Saving
+from patrickstar.training_rules import TrainingRules
 
 _logger = logging.getLogger("patrickstar")
 
@@ -40,20 +41,27 @@ class Session:
 
     Attributes:
         config: The settings in force.
+        loss_scale: What losses are multiplied by; None without ``mixed_precision="fp16"``.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self._log = RunLog(config.log) if config.log is not None else None
         self._adopter = Adopter(pending_bytes=min(config.chunk_size, config.host_memory // 8))
+        self._training_rules = TrainingRules(config)
+        self.loss_scale = self._training_rules.loss_scale
         self._optimizer_hooks = OptimizerHooks(
-            self._adopter, self._on_boundary, is_native=config.optimizer == "native"
+            self._adopter,
+            self._on_boundary,
+            self._training_rules.step_rules,
+            is_native=config.optimizer == "native",
         )
         self._raw_access = RawAccess(self._adopter.adopt_copy, config.spill_dir)
         self._compiled_graphs = CompiledGraphs()
         self._observers = Observers()
         self._saving = Saving()
         self._steps = 0
+        self._skipped_steps = 0
         self._start = time.monotonic()
         self._last_record: Mapping[str, Any] = {}
 
@@ -78,6 +86,7 @@ class Session:
         self._compiled_graphs.open()
         self._observers.open()
         self._saving.open()
+        self._training_rules.open()
 
     def close(self) -> None:
         """Turns every managed tensor into an ordinary one and stops the engine.
@@ -116,11 +125,13 @@ class Session:
             stack.callback(self._compiled_graphs.close)
             stack.callback(self._raw_access.close)
             stack.callback(self._saving.close)
+            stack.callback(self._training_rules.close)
             stack.callback(self._optimizer_hooks.close)
             stack.callback(self._adopter.close_doors)
 
     def leave_alone(self) -> None:
         """For a forked child, which has no access to the spill file: adopts nothing any more."""
+        self._training_rules.close()
         self._optimizer_hooks.close()
         self._adopter.close_doors()
 
@@ -164,17 +175,18 @@ class Session:
                 "expected an ordinary dense tensor on the CPU, not shared with other processes"
             )
 
-    def _on_boundary(self) -> None:
+    def _on_boundary(self, is_skipped: bool) -> None:
         self._raw_access.addresses.release()
         _C.install_guard()
         self._adopter.sweep()
         _C.free_dead_slots()
         _C.throw_pending_failure()
         self._steps += 1
+        self._skipped_steps += is_skipped
         if self.config.host_memory_measured:
             self._revise_budget()
         if self._log is not None:
-            self._write_record(self._log)
+            self._write_record(self._log, is_skipped)
 
     def _counters(self) -> dict[str, Any]:
         counters = _C.stats()
@@ -182,7 +194,7 @@ class Session:
             del counters[internal]
         counters.update(
             steps=self._steps,
-            skipped_steps=0,
+            skipped_steps=self._skipped_steps,
             prefetch_hits=0,
             prefetch_late=0,
             prefetch_misses=counters["num_fetches"],
@@ -202,7 +214,7 @@ class Session:
             if in_force != now:
                 _logger.info("host_memory is now %s, as measured", format_bytes(in_force))
 
-    def _write_record(self, log: RunLog) -> None:
+    def _write_record(self, log: RunLog, is_skipped: bool) -> None:
         counters, before = _C.stats(), self._last_record
         self._last_record = counters
         traffic = ("fetched_bytes", "evicted_bytes", "spilled_bytes", "read_bytes")
@@ -221,7 +233,8 @@ class Session:
                 },
                 "traffic": {name: counters[name] - before[name] for name in traffic},
                 "stall_s": counters["stall_seconds"] - before["stall_seconds"],
-                "skipped": False,
+                "scale": None if self.loss_scale is None else self.loss_scale.scale,
+                "skipped": is_skipped,
             }
         )
 

@@ -258,10 +258,6 @@ def test_an_accelerator_that_is_not_used_yet_gets_a_warning(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("mixed_precision", "bf16"),
-        ("mixed_precision", "fp16"),
-        ("gradient_accumulation_steps", 2),
-        ("gradient_clipping", 1.0),
         ("optimizer", "fused"),
     ],
 )
@@ -273,6 +269,22 @@ def test_what_is_not_built_yet_is_refused_by_name(monkeypatch, name, value):
     monkeypatch.setenv(f"PATRICKSTAR_{name.upper()}", str(value))
     with pytest.raises(Unsupported, match=f"{name}={value!r} is not built yet"):
         resolve()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mixed_precision", "bf16"),
+        ("mixed_precision", "fp16"),
+        ("gradient_accumulation_steps", 2),
+        ("gradient_clipping", 1.0),
+    ],
+)
+def test_settings_of_training_are_taken_from_every_source(monkeypatch, name, value):
+    assert getattr(resolve(**{name: value}), name) == value
+    assert getattr(resolve(config={name: value}), name) == value
+    monkeypatch.setenv(f"PATRICKSTAR_{name.upper()}", str(value))
+    assert getattr(resolve(), name) == value
 
 
 @pytest.mark.parametrize(

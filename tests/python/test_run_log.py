@@ -24,6 +24,7 @@ RECORD = {
     },
     "traffic": {"fetched_bytes": 1, "evicted_bytes": 2, "spilled_bytes": 3, "read_bytes": 4},
     "stall_s": 0.5,
+    "scale": None,
     "skipped": False,
 }
 

@@ -15,7 +15,7 @@ from typing import Any
 from patrickstar.errors import InvalidArgument, IoError
 from patrickstar.report.disk import reason
 
-_FIELDS = ("step", "time_s", "loss", "memory", "traffic", "stall_s", "skipped")
+_FIELDS = ("step", "time_s", "loss", "memory", "traffic", "stall_s", "scale", "skipped")
 
 
 class RunLog:
@@ -26,6 +26,7 @@ class RunLog:
     ``memory``, by tier: ``host`` with ``resident``, ``peak`` and ``budget``, ``disk`` with
     ``used``, all in bytes; ``traffic`` of this step: ``fetched_bytes``, ``evicted_bytes``,
     ``spilled_bytes``, ``read_bytes``; ``stall_s``, seconds this step waited for chunks;
+    ``scale``, that of the loss from the next step on, null without one;
     ``skipped``, true for a step that changed nothing.
 
     Args:
@@ -40,7 +41,7 @@ class RunLog:
         >>> path = Path(tempfile.mkdtemp()) / "run.jsonl"
         >>> record = {"step": 1, "time_s": 0.5, "loss": None, "memory": {}, "traffic": {}}
         >>> with RunLog(path) as log:
-        ...     log.write({**record, "stall_s": 0.0, "skipped": False})
+        ...     log.write({**record, "stall_s": 0.0, "scale": None, "skipped": False})
         >>> json.loads(path.read_text())["step"]
         1
     """

@@ -36,7 +36,7 @@ class Stats:
         prefetch_late: Prefetched chunks that an op still had to wait for.
         prefetch_misses: Chunks that an op had to fetch itself.
         stall_seconds: Seconds that ops waited for chunks.
-        steps: Step boundaries passed.
+        steps: Step boundaries passed, also those of skipped steps.
         skipped_steps: Steps that were skipped because of an overflow.
     """
 
