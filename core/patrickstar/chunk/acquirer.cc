@@ -153,6 +153,10 @@ Reservation Acquirer::AcquireSlow(std::unique_lock<std::mutex>& lock, const Requ
     ThrowUnusable(request.what);
     ThrowLoadFailure(request.set);
     KeepOwnSaves(request.set);
+    if (IsAnyStreamed(request.set)) {
+      waiter.Wait(lock);
+      continue;
+    }
     if (request.extra_bytes == 0 && TryLease(request.set, kind)) return Reservation();
     std::vector<ChunkId> missing;
     int64_t num_bytes = request.extra_bytes;
@@ -257,6 +261,12 @@ void Acquirer::EvictDownToBudget() {
   }
   mover_.Flush(lock);
   state_.changed.notify_all();  // the budget may have grown
+}
+
+bool Acquirer::IsAnyStreamed(std::span<const ChunkAccess> set) const {
+  return std::any_of(set.begin(), set.end(), [this](const ChunkAccess& access) {
+    return state_.table[access.chunk].is_streamed;
+  });
 }
 
 bool Acquirer::IsTransferUnderWay() const {

@@ -84,6 +84,7 @@ class Acquirer {
   Reservation AcquireSlow(std::unique_lock<std::mutex>& lock, const Request& request,
                           LeaseKind kind);
   Room MakeRoom(const Request& request, int64_t num_bytes, Reservation* reservation);
+  bool IsAnyStreamed(std::span<const ChunkAccess> set) const;
   std::vector<EvictionCandidate> Candidates(const Request& request, bool* is_slot_missing) const;
   void CleanAhead(const Request& request);
   bool IsLeaseInTheWay(const Request& request) const;

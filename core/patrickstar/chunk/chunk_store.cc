@@ -98,6 +98,11 @@ std::byte* ChunkStore::data(ChunkId chunk) {
   return record.payload.slab.data();
 }
 
+int64_t ChunkStore::held_bytes() const {
+  std::lock_guard lock(state_.mutex);
+  return state_.held_bytes;
+}
+
 bool ChunkStore::is_held(ChunkId chunk) const {
   std::lock_guard lock(state_.mutex);
   return state_.table[chunk].num_held_leases != 0;

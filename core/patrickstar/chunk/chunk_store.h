@@ -11,9 +11,11 @@
 #include <memory>
 #include <span>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "patrickstar/chunk/acquirer.h"
+#include "patrickstar/chunk/chunk_stream.h"
 #include "patrickstar/chunk/payload_mover.h"
 #include "patrickstar/chunk/store_state.h"
 
@@ -88,11 +90,20 @@ class ChunkStore {
     return OutsideBytes(acquirer_.Reserve(num_bytes, what), &state_.pool);
   }
 
+  // Passes over chunks of one layout in ranges, see ChunkStream::Run.
+  bool Stream(std::vector<StreamedChunk> chunks, const ChunkStream::Work& work) {
+    return ChunkStream(&state_, &mover_, &acquirer_, std::move(chunks)).Run(work);
+  }
+
   // Whether the budget, less what held leases and reservations keep, could hold the set at once.
   bool CanHold(std::span<const ChunkAccess> set) const;
 
   // The address of a leased chunk. REQUIRES: the caller leases it.
   std::byte* data(ChunkId chunk);
+
+  // Bytes of payloads under held leases, and of the budget: what stats() says of them.
+  int64_t held_bytes() const;
+  int64_t host_bytes() const { return state_.budget.limit_bytes(); }
 
   // Whether a held lease keeps the chunk where it is.
   bool is_held(ChunkId chunk) const;

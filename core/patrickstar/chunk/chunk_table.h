@@ -41,6 +41,7 @@ struct ChunkRecord {
   uint64_t last_use = 0;    // tick of the latest lease
 
   bool is_cleaning = false;    // saved ahead of need: the bytes stay until their room is needed
+  bool is_streamed = false;    // a ChunkStream passes over it: wait for its end
   bool is_wanted = false;      // a caller waits for the end of a save: keep the bytes
   bool is_dead = false;        // discarded while leased, claimed or moving: goes when that ends
   bool is_destroyed = false;   // the chunk is going, or its id is free

@@ -85,13 +85,14 @@ class StoreTest : public testing::Test {
   }
 
   ChunkId New(int64_t num_pages = 1, Content content = Content::kUndefined) {
-    return store_->Create(Kind::kParam, num_pages * kPage, content);
+    const ChunkId chunk = store_->Create(Kind::kParam, num_pages * kPage, content);
+    sizes_.resize(std::max<size_t>(sizes_.size(), chunk + 1), kPage);
+    sizes_[chunk] = num_pages * kPage;
+    return chunk;
   }
   // A chunk that holds `value`, dirty.
   ChunkId NewWith(int value, int64_t num_pages = 1) {
     const ChunkId chunk = New(num_pages);
-    sizes_.resize(std::max<size_t>(sizes_.size(), chunk + 1), kPage);
-    sizes_[chunk] = num_pages * kPage;
     Write(chunk, value);
     return chunk;
   }
@@ -176,7 +177,7 @@ class StoreTest : public testing::Test {
     return std::make_unique<TestLease>(store_.get(), std::move(set), kind);
   }
 
-  std::vector<int64_t> sizes_;  // of chunks that are not one page
+  std::vector<int64_t> sizes_;  // of the chunks, by id
   int64_t most_pages_ = 0;      // of all budgets so far
 };
 
