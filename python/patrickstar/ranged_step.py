@@ -57,6 +57,7 @@ def step_in_ranges(optimizer: Optimizer) -> Iterator[Group]:
             _tell_once(type(optimizer))
             yield group
             continue
+        _make_state(optimizer, group)
         left: list[Tensor] = []
         for _, members in itertools.groupby(group["params"], key=_C.group_of):
             left += _step_members(optimizer, group, list(members))
@@ -85,7 +86,6 @@ def _step_members(optimizer: Optimizer, group: Group, members: list[Tensor]) -> 
     with_gradient = [p for p in members if p.grad is not None]
     able = [p for p in with_gradient if _is_able(p)]
     left = [p for p in with_gradient if not _is_able(p)]
-    _make_state(optimizer, group, able)
     able, without_state = _split_by_state(optimizer, group, able)
     return left + without_state + _step_what_fits(optimizer, group, able)
 
@@ -103,14 +103,11 @@ def _is_able(parameter: Tensor) -> bool:
     )
 
 
-def _make_state(optimizer: Optimizer, group: Group, parameters: list[Tensor]) -> None:
-    """Has the optimizer make the state of parameters that have none, as its ``step()`` would."""
-    fresh = [p for p in parameters if not optimizer.state.get(p)]
-    if not fresh:
-        return
+def _make_state(optimizer: Optimizer, group: Group) -> None:
+    """Has the optimizer check a group and make its state, in order, as its ``step()`` would."""
     init_group: Callable[..., Any] = optimizer._init_group  # type: ignore[attr-defined]
     num_lists = len(inspect.signature(init_group).parameters) - 1
-    init_group({**group, "params": fresh}, *([] for _ in range(num_lists)))
+    init_group(group, *([] for _ in range(num_lists)))
 
 
 def _split_by_state(
@@ -148,9 +145,13 @@ class _LeasedStep:
         self._group = group
         self._parameters = parameters
         self._state_keys = [
-            [key for key, value in optimizer.state[p].items() if isinstance(value, Tensor)]
+            [key for key, value in self._state_of(p).items() if isinstance(value, Tensor)]
             for p in parameters
         ]
+
+    def _state_of(self, parameter: Tensor) -> State:
+        """Makes no entry where there is none."""
+        return self._optimizer.state.get(parameter, {})
 
     def run(self) -> bool:
         tensors: list[Tensor] = []
@@ -160,7 +161,7 @@ class _LeasedStep:
         for parameter, keys in zip(self._parameters, self._state_keys, strict=True):
             gradient = parameter.grad
             assert gradient is not None
-            state = self._optimizer.state[parameter]
+            state = self._state_of(parameter)
             tensors += [parameter, gradient, *(state[key] for key in keys)]
             is_written += [True, is_gradient_written, *(True for _ in keys)]
         name = f"the step of {type(self._optimizer).__name__}"
@@ -178,7 +179,7 @@ class _LeasedStep:
         rest = iter(memory)
         for parameter, keys in zip(self._parameters, self._state_keys, strict=True):
             raw, gradient = next(rest), next(rest)
-            state = {**self._optimizer.state[parameter], **{key: next(rest) for key in keys}}
+            state = {**self._state_of(parameter), **{key: next(rest) for key in keys}}
             for piece, piece_state in _cut(raw, gradient, state):
                 pieces.append(piece)
                 states[piece] = piece_state
@@ -230,7 +231,7 @@ def _cut(parameter: Tensor, gradient: Tensor, state: State) -> Iterator[tuple[Te
 
 def _ranges_of(tensor: Tensor) -> tuple[Tensor, ...]:
     """In the order of memory."""
-    return tensor.as_strided((tensor.numel(),), (1,)).split(RANGE_ELEMENTS)
+    return torch.split(tensor.as_strided((tensor.numel(),), (1,)), RANGE_ELEMENTS)
 
 
 def _code_of_step(optimizer_type: type) -> Callable[[Any], Any]:
