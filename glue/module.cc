@@ -207,6 +207,21 @@ void RegisterOptimizers(py::module_& module) {
                               [&run](std::vector<at::Tensor> raw) { run(std::move(raw)); });
       },
       py::arg("tensors"), py::arg("is_written"), py::arg("what"), py::arg("run"));
+  module.def(
+      "stream_raw_memory",
+      [](const std::vector<std::vector<at::Tensor>>& rows, const std::vector<bool>& is_written,
+         const py::function& run) {
+        return StreamRawMemory(Running(), rows, is_written, [&run](std::vector<RowPiece> pieces) {
+          const py::gil_scoped_acquire gil;
+          py::list list;
+          for (RowPiece& piece : pieces) {
+            list.append(py::make_tuple(piece.row, std::move(piece.tensors)));
+          }
+          pieces.clear();
+          run(std::move(list));
+        });
+      },
+      py::arg("rows"), py::arg("is_written"), py::arg("run"));
   module.def("group_of", &GroupOf);
   module.def("adopt_state", [](const at::Tensor& parameter, const at::Tensor& state) {
     return AdoptState(Running(), parameter, state);

@@ -1,10 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "glue/raw_memory.h"
 
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <unordered_map>
 #include <utility>
 
 #include "glue/access_set.h"
 #include "glue/adoption.h"
+#include "glue/errors.h"
 #include "glue/managed_storage.h"
 
 namespace patrickstar {
@@ -36,6 +41,80 @@ class LeaseIfItFits {
   bool is_taken_ = true;
 };
 
+// Where the tensors of rows lie in the chunks of their group.
+class RowWindows {
+ public:
+  // None when the managed tensors are not of one group, or no row has one.
+  static std::optional<RowWindows> Of(const std::vector<std::vector<at::Tensor>>& rows,
+                                      const std::vector<bool>& is_written) {
+    RowWindows result(rows);
+    std::optional<size_t> group;
+    for (const std::vector<at::Tensor>& row : rows) {
+      for (size_t column = 0; column < row.size(); ++column) {
+        const ManagedStorage* const storage = ManagedStorageOf(row[column]);
+        if (storage == nullptr) continue;
+        if (group.value_or(storage->slot()->group) != storage->slot()->group) return std::nullopt;
+        group = storage->slot()->group;
+        result.AddChunk(*storage->slot(), row[column].element_size(), is_written[column]);
+      }
+      if (ManagedStorageOf(row[0]) == nullptr) return std::nullopt;
+    }
+    if (!group) return std::nullopt;
+    return result;
+  }
+
+  const std::vector<StreamedChunk>& chunks() const { return chunks_; }
+
+  std::vector<RowPiece> PiecesIn(int64_t first, int64_t count,
+                                 std::span<std::byte* const> windows) const {
+    std::vector<RowPiece> pieces;
+    for (size_t index = 0; index < rows_.size(); ++index) {
+      const at::Tensor& parameter = rows_[index][0];
+      const int64_t row_first =
+          ManagedStorageOf(parameter)->slot()->byte_offset / parameter.element_size();
+      const int64_t begin = std::max(first, row_first);
+      const int64_t end = std::min(first + count, row_first + parameter.numel());
+      if (begin >= end) continue;
+      RowPiece& piece = pieces.emplace_back();
+      piece.row = index;
+      for (const at::Tensor& tensor : rows_[index]) {
+        piece.tensors.push_back(Piece(tensor, begin - row_first, end - begin, first, windows));
+      }
+    }
+    return pieces;
+  }
+
+ private:
+  explicit RowWindows(const std::vector<std::vector<at::Tensor>>& rows) : rows_(rows) {}
+
+  void AddChunk(const Slot& slot, int64_t element_size, bool is_written) {
+    const Access access = is_written ? Access::kWrite : Access::kRead;
+    const auto [known, is_new] = indexes_.try_emplace(slot.chunk, chunks_.size());
+    if (is_new) {
+      chunks_.push_back({.chunk = slot.chunk, .element_size = element_size, .access = access});
+    } else if (is_written) {
+      chunks_[known->second].access = access;
+    }
+  }
+
+  // `count` elements of the tensor from its `offset`th on, in the order of memory.
+  at::Tensor Piece(const at::Tensor& tensor, int64_t offset, int64_t count, int64_t first,
+                   std::span<std::byte* const> windows) const {
+    const ManagedStorage* const storage = ManagedStorageOf(tensor);
+    if (storage == nullptr) {
+      return tensor.detach().as_strided({count}, {1}, tensor.storage_offset() + offset);
+    }
+    const Slot& slot = *storage->slot();
+    const int64_t place = slot.byte_offset + (offset - first) * tensor.element_size();
+    return at::from_blob(windows[indexes_.at(slot.chunk)] + place, {count},
+                         at::TensorOptions().dtype(tensor.dtype()).device(c10::kCPU));
+  }
+
+  const std::vector<std::vector<at::Tensor>>& rows_;
+  std::vector<StreamedChunk> chunks_;
+  std::unordered_map<ChunkId, size_t> indexes_;  // of chunks_
+};
+
 }  // namespace
 
 bool RunOnRawMemory(Engine* engine, const std::vector<at::Tensor>& tensors,
@@ -60,6 +139,20 @@ bool RunOnRawMemory(Engine* engine, const std::vector<at::Tensor>& tensors,
   }
   pass(std::move(raw));
   return true;
+}
+
+bool StreamRawMemory(Engine* engine, const std::vector<std::vector<at::Tensor>>& rows,
+                     const std::vector<bool>& is_written,
+                     const std::function<void(std::vector<RowPiece>)>& pass) {
+  const std::optional<RowWindows> row_windows = RowWindows::Of(rows, is_written);
+  if (!row_windows) return false;
+  const GilReleaseIfHeld without_gil;
+  return ThroughTorch([&] {
+    return engine->store().Stream(row_windows->chunks(), [&](int64_t first, int64_t count,
+                                                             std::span<std::byte* const> windows) {
+      pass(row_windows->PiecesIn(first, count, windows));
+    });
+  });
 }
 
 std::optional<size_t> GroupOf(const at::Tensor& tensor) {

@@ -12,7 +12,7 @@ import inspect
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +33,9 @@ from torch.optim import (
 from patrickstar import _C
 from patrickstar.step_stub import Group
 
+# Identity of a storage without access to its bytes.
+_storage_of: Callable[[Tensor], int] = getattr(torch._C, "_storage_address")  # noqa: B009 - no stub
+
 _logger = logging.getLogger("patrickstar")
 
 # Exact types: a subclass may do anything.
@@ -46,8 +49,9 @@ State = dict[str, Any]
 
 
 def can_step_in_ranges(optimizer: Optimizer) -> bool:
-    """Whether it is one whose code may be cut in ranges."""
-    return type(optimizer) in _ELEMENTWISE
+    """Whether it is one whose code may be cut in ranges: torch's own, not what replaced it."""
+    kind = type(optimizer)
+    return kind in _ELEMENTWISE and _code_of_step(kind).__module__ == kind.__module__
 
 
 def step_in_ranges(optimizer: Optimizer) -> Iterator[Group]:
@@ -58,6 +62,9 @@ def step_in_ranges(optimizer: Optimizer) -> Iterator[Group]:
             yield group
             continue
         _make_state(optimizer, group)
+        if _is_entangled(group):
+            yield group
+            continue
         left: list[Tensor] = []
         for _, members in itertools.groupby(group["params"], key=_C.group_of):
             left += _step_members(optimizer, group, list(members))
@@ -67,6 +74,20 @@ def step_in_ranges(optimizer: Optimizer) -> Iterator[Group]:
 
 def _is_native(group: Group) -> bool:
     return any(group.get(flag) for flag in ("fused", "differentiable", "capturable"))
+
+
+def _is_entangled(group: Group) -> bool:
+    """Whether tensors of a group share memory in a way that shows who was stepped first."""
+    parameters = [p for p in group["params"] if p.grad is not None]
+    if len({id(p) for p in parameters}) < len(parameters):
+        return True
+    if not group["foreach"]:
+        return False
+    # An operation of a foreach form is over for all before the next one begins for any.
+    storages = [_storage_of(p) for p in parameters]
+    gradients = {_storage_of(p.grad) for p in parameters if p.grad.layout == torch.strided}
+    num_gradients = len(parameters) if group.get("nesterov") else len(gradients)
+    return len({*storages, *gradients}) < len(storages) + num_gradients
 
 
 _told: set[type] = set()
@@ -124,74 +145,134 @@ def _split_by_state(
 
 
 def _step_what_fits(optimizer: Optimizer, group: Group, parameters: list[Tensor]) -> list[Tensor]:
-    """Steps all at once if the budget holds them, else half by half; returns what never fits."""
-    if not parameters:
-        return []
-    if _LeasedStep(optimizer, group, parameters).run():
-        return []
-    if len(parameters) == 1:
-        return parameters
-    middle = len(parameters) // 2
-    return _step_what_fits(optimizer, group, parameters[:middle]) + _step_what_fits(
-        optimizer, group, parameters[middle:]
-    )
+    """Steps all at once if the budget holds them, else as a stream; returns what could not be."""
+    for kind_of_step in (_LeasedStep, _StreamedStep):
+        if parameters and kind_of_step(optimizer, group, parameters).run():
+            torch.autograd.graph.increment_version([p for p in parameters if not p.is_inference()])
+            return []
+    return parameters
 
 
-class _LeasedStep:
-    """One step of some parameters under one lease of all that they need."""
+class _Step:
+    """One step of parameters of one chunk group."""
 
     def __init__(self, optimizer: Optimizer, group: Group, parameters: list[Tensor]) -> None:
         self._optimizer = optimizer
         self._group = group
         self._parameters = parameters
+        # With nesterov, torch's foreach form adds to the gradients themselves.
+        self._is_gradient_written = bool(group.get("nesterov") and group["foreach"])
+
+    def _state_of(self, parameter: Tensor) -> State:
+        """Makes no entry where there is none."""
+        state: State = self._optimizer.state.get(parameter, {})
+        return state
+
+    def _run_code(self, pieces: Iterable[tuple[Tensor, State]]) -> None:
+        """Runs the optimizer's code on parameters, or ranges of them, with gradients attached."""
+        states: defaultdict[Tensor, State] = defaultdict(dict, pieces)
+        tensors = list(states)
+        # In a loop over tensors the ranges come one after the other; a foreach operation would
+        # take them all before the next one does.
+        at_once = 1 if self._group["foreach"] else len(tensors)
+        stub: Any = type(self._optimizer).__new__(type(self._optimizer))
+        stub.__dict__.update(self._optimizer.__dict__, state=states)
+        step = _code_of_step(type(self._optimizer))
+        for first in range(0, len(tensors), at_once):
+            stub.param_groups = [{**self._group, "params": tensors[first : first + at_once]}]
+            step(stub)
+
+
+class _LeasedStep(_Step):
+    """Under one lease of all that the parameters need."""
+
+    def __init__(self, optimizer: Optimizer, group: Group, parameters: list[Tensor]) -> None:
+        super().__init__(optimizer, group, parameters)
         self._state_keys = [
             [key for key, value in self._state_of(p).items() if isinstance(value, Tensor)]
             for p in parameters
         ]
 
-    def _state_of(self, parameter: Tensor) -> State:
-        """Makes no entry where there is none."""
-        return self._optimizer.state.get(parameter, {})
-
     def run(self) -> bool:
+        """False, and nothing has happened, when the budget cannot hold it."""
         tensors: list[Tensor] = []
         is_written: list[bool] = []
-        # With nesterov, torch's foreach form adds to the gradients themselves.
-        is_gradient_written = bool(self._group.get("nesterov") and self._group["foreach"])
         for parameter, keys in zip(self._parameters, self._state_keys, strict=True):
             gradient = parameter.grad
             assert gradient is not None
             state = self._state_of(parameter)
             tensors += [parameter, gradient, *(state[key] for key in keys)]
-            is_written += [True, is_gradient_written, *(True for _ in keys)]
+            is_written += [True, self._is_gradient_written, *(True for _ in keys)]
         name = f"the step of {type(self._optimizer).__name__}"
-        if not _C.run_on_raw_memory(tensors, is_written, name, self._step_on_memory):
-            return False
-        torch.autograd.graph.increment_version(
-            [p for p in self._parameters if not p.is_inference()]
-        )
-        return True
+        return _C.run_on_raw_memory(tensors, is_written, name, self._step_on_memory)
 
     def _step_on_memory(self, memory: list[Tensor]) -> None:
-        """Runs the optimizer's code on ranges of ``memory``, which is in the order of ``run``."""
-        pieces: list[Tensor] = []
-        states: defaultdict[Tensor, State] = defaultdict(dict)
+        """``memory`` is in the order of ``run``."""
+        pieces: list[tuple[Tensor, State]] = []
         rest = iter(memory)
         for parameter, keys in zip(self._parameters, self._state_keys, strict=True):
             raw, gradient = next(rest), next(rest)
             state = {**self._state_of(parameter), **{key: next(rest) for key in keys}}
-            for piece, piece_state in _cut(raw, gradient, state):
-                pieces.append(piece)
-                states[piece] = piece_state
-        # In a loop over tensors the ranges come one after the other; a foreach operation would
-        # take them all before the next one does.
-        at_once = 1 if self._group["foreach"] else len(pieces)
-        stub: Any = type(self._optimizer).__new__(type(self._optimizer))
-        stub.__dict__.update(self._optimizer.__dict__, state=states)
-        step = _code_of_step(type(self._optimizer))
-        for first in range(0, len(pieces), at_once):
-            stub.param_groups = [{**self._group, "params": pieces[first : first + at_once]}]
-            step(stub)
+            pieces += _cut(raw, gradient, state)
+        self._run_code(pieces)
+
+
+class _StreamedStep(_Step):
+    """Through windows, when memory cannot hold it: all parameters are updated, or none."""
+
+    def __init__(self, optimizer: Optimizer, group: Group, parameters: list[Tensor]) -> None:
+        super().__init__(optimizer, group, parameters)
+        split = [_split_state(p, self._state_of(p)) for p in parameters]
+        self._ranged = [ranged for ranged, _ in split]
+        self._others = [others for _, others in split]
+        self._counted: dict[int, State] = {}  # the other state after the step, by parameter
+
+    def run(self) -> bool:
+        """False, and nothing has happened, when that cannot be done either."""
+        if not all(map(_has_one_layout, self._parameters, self._ranged)):
+            return False
+        if len({tuple(ranged) for ranged in self._ranged}) != 1:
+            return False
+        rows: list[list[Tensor]] = []
+        for parameter, ranged in zip(self._parameters, self._ranged, strict=True):
+            assert parameter.grad is not None
+            rows.append([parameter, parameter.grad, *ranged.values()])
+        is_written = [True, self._is_gradient_written, *(True for _ in self._ranged[0])]
+        if not _C.stream_raw_memory(rows, is_written, self._step_on_window):
+            return False
+        for others, counted in ((self._others[row], new) for row, new in self._counted.items()):
+            for key, value in others.items():
+                if isinstance(value, Tensor):
+                    value.copy_(counted[key])
+        return True
+
+    def _step_on_window(self, window: list[tuple[int, list[Tensor]]]) -> None:
+        pieces: list[tuple[Tensor, State]] = []
+        for row, (parameter, gradient, *values) in window:
+            self._counted[row] = _copied(self._others[row])
+            state = {**dict(zip(self._ranged[row], values, strict=True)), **self._counted[row]}
+            pieces += _cut(parameter, gradient, state)
+        self._run_code(pieces)
+
+
+def _split_state(parameter: Tensor, state: State) -> tuple[State, State]:
+    """What has an element for each of the parameter's, and the rest: step counts and the like."""
+    ranged = {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.shape == parameter.shape
+    }
+    return ranged, {key: value for key, value in state.items() if key not in ranged}
+
+
+def _has_one_layout(parameter: Tensor, ranged: State) -> bool:
+    return all(value.stride() == parameter.stride() for value in ranged.values())
+
+
+def _copied(state: State) -> State:
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()
+    }
 
 
 def _cut(parameter: Tensor, gradient: Tensor, state: State) -> Iterator[tuple[Tensor, State]]:
@@ -200,30 +281,19 @@ def _cut(parameter: Tensor, gradient: Tensor, state: State) -> Iterator[tuple[Te
     The first range has the parameter's own step count; the others have copies, so that it is
     counted once.
     """
-    ranged = {
-        key: value
-        for key, value in state.items()
-        if isinstance(value, Tensor) and value.shape == parameter.shape
-    }
-    has_one_layout = all(value.stride() == parameter.stride() for value in ranged.values())
-    if parameter.numel() <= RANGE_ELEMENTS or not has_one_layout:
+    ranged, others = _split_state(parameter, state)
+    if parameter.numel() <= RANGE_ELEMENTS or not _has_one_layout(parameter, ranged):
         parameter.grad = gradient
         yield parameter, state
         return
-    others = {key: value for key, value in state.items() if key not in ranged}
     rows = zip(
         _ranges_of(parameter),
         _ranges_of(gradient),
         *(_ranges_of(value) for value in ranged.values()),
         strict=True,
     )
-    copies = [others] + [
-        {
-            key: value.clone() if isinstance(value, Tensor) else value
-            for key, value in others.items()
-        }
-        for _ in range(RANGE_ELEMENTS, parameter.numel(), RANGE_ELEMENTS)
-    ]
+    num_copies = (parameter.numel() - 1) // RANGE_ELEMENTS
+    copies = [others, *(_copied(others) for _ in range(num_copies))]
     for (piece, piece_gradient, *values), rest in zip(rows, copies, strict=True):
         piece.grad = piece_gradient
         yield piece, {**dict(zip(ranged, values, strict=True)), **rest}
