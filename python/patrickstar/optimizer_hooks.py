@@ -40,7 +40,7 @@ class OptimizerHooks:
         adopter: Adopts parameters that belong to no module.
         on_boundary: Called after each step, with whether it was skipped.
         rules: Decide whether a call of ``step()`` steps; None when every call does.
-        is_native: Every optimizer runs its own code on whole tensors.
+        form: "auto", "native" or "fused", see the setting ``optimizer``.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class OptimizerHooks:
         on_boundary: Callable[[bool], None],
         rules: StepRules | None,
         *,
-        is_native: bool,
+        form: str,
     ) -> None:
         self._adopter = adopter
         self._on_boundary = on_boundary
         self._rules = rules
-        self._is_native = is_native
+        self._form = form
         self._handles: list[RemovableHandle] = []
         self._replacing: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
@@ -84,7 +84,7 @@ class OptimizerHooks:
         self._adopter.adopt_tensors(parameters)
         _adopt_state(optimizer)
         _C.begin_native_step(sys._getframe(1))  # of the wrapper that torch puts around step()
-        if not self._is_native and can_step_in_ranges(optimizer):
+        if self._form != "native" and can_step_in_ranges(optimizer):
             self._replace_step(optimizer)
         return arguments
 
@@ -92,10 +92,20 @@ class OptimizerHooks:
         """Has ``step()`` called on a stub, by a hook that comes after the user's own."""
         handle = self._replacing.get(optimizer)
         if handle is None:
-            handle = optimizer.register_step_pre_hook(_step_on_a_stub)
+            handle = optimizer.register_step_pre_hook(self._step_on_a_stub)
             self._replacing[optimizer] = handle
         hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
         hooks.move_to_end(handle.id)
+
+    def _step_on_a_stub(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        is_another_called = not args or args[0] is not optimizer  # an earlier hook's wish
+        if torch.compiler.is_compiling() or is_another_called:
+            return None
+        is_fused = self._form == "fused"
+        stub = stub_of(optimizer, lambda: step_in_ranges(optimizer, is_fused=is_fused))
+        return (stub, *args[1:]), kwargs
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if torch.compiler.is_compiling():
@@ -106,12 +116,6 @@ class OptimizerHooks:
             _adopt_state(optimizer)
         if outcome is not Outcome.ACCUMULATED:
             self._on_boundary(outcome is Outcome.SKIPPED)
-
-
-def _step_on_a_stub(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    if torch.compiler.is_compiling():
-        return None
-    return (stub_of(optimizer, lambda: step_in_ranges(optimizer)), *args[1:]), kwargs
 
 
 def _adopt_state(optimizer: Optimizer) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -41,6 +42,8 @@ _logger = logging.getLogger("patrickstar")
 # Exact types: a subclass may do anything.
 _ELEMENTWISE = (Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, SGD)
 
+_FUSABLE = (Adagrad, Adam, AdamW, SGD)
+
 # Elements of a range: with gradient, state and temporaries it stays in a core's own cache, and
 # torch's fixed cost of an operation is small against its work.
 RANGE_ELEMENTS = 1 << 17
@@ -54,12 +57,19 @@ def can_step_in_ranges(optimizer: Optimizer) -> bool:
     return kind in _ELEMENTWISE and _code_of_step(kind).__module__ == kind.__module__
 
 
-def step_in_ranges(optimizer: Optimizer) -> Iterator[Group]:
-    """Updates what can be updated in ranges; gives what is left for the optimizer's own loop."""
-    for group in optimizer.param_groups:
-        if _is_native(group):
+def step_in_ranges(optimizer: Optimizer, *, is_fused: bool = False) -> Iterator[Group]:
+    """Updates what can be updated in ranges; gives what is left for the optimizer's own loop.
+
+    Args:
+        optimizer: One that ``can_step_in_ranges``.
+        is_fused: Run those that torch has a fused form of in that form, whatever they ask for.
+    """
+    is_fused = is_fused and type(optimizer) in _FUSABLE
+    for own_group in optimizer.param_groups:
+        group = {**own_group, "fused": True, "foreach": False} if is_fused else own_group
+        if _is_native(own_group):
             _tell_once(type(optimizer))
-            yield group
+            yield own_group
             continue
         _make_state(optimizer, group)
         if _is_entangled(group):
@@ -73,7 +83,7 @@ def step_in_ranges(optimizer: Optimizer) -> Iterator[Group]:
 
 
 def _is_native(group: Group) -> bool:
-    return any(group.get(flag) for flag in ("fused", "differentiable", "capturable"))
+    return any(group.get(flag) for flag in ("differentiable", "capturable"))
 
 
 def _is_entangled(group: Group) -> bool:
@@ -97,7 +107,7 @@ def _tell_once(optimizer_type: type) -> None:
     if optimizer_type not in _told:
         _told.add(optimizer_type)
         _logger.info(
-            "%s with fused, differentiable or capturable runs its own code on whole tensors",
+            "%s with differentiable or capturable runs its own code on whole tensors",
             optimizer_type.__name__,
         )
 
@@ -147,8 +157,9 @@ def _split_by_state(
 def _step_what_fits(optimizer: Optimizer, group: Group, parameters: list[Tensor]) -> list[Tensor]:
     """Steps all at once if the budget holds them, else as a stream; returns what could not be."""
     for kind_of_step in (_LeasedStep, _StreamedStep):
-        if parameters and kind_of_step(optimizer, group, parameters).run():
-            torch.autograd.graph.increment_version([p for p in parameters if not p.is_inference()])
+        step = kind_of_step(optimizer, group, parameters)
+        if parameters and step.run():
+            torch.autograd.graph.increment_version(step.written())
             return []
     return parameters
 
@@ -160,8 +171,22 @@ class _Step:
         self._optimizer = optimizer
         self._group = group
         self._parameters = parameters
-        # With nesterov, torch's foreach form adds to the gradients themselves.
-        self._is_gradient_written = bool(group.get("nesterov") and group["foreach"])
+        # With nesterov, torch's foreach form adds to the gradients themselves; a fused one unscales
+        # them.
+        is_foreach_nesterov = group["foreach"] and group.get("nesterov")
+        is_unscaling = group.get("fused") and getattr(optimizer, "grad_scale", None) is not None
+        self._is_gradient_written = bool(is_foreach_nesterov or is_unscaling)
+        # A fused form makes one pass over memory as it is.
+        self._range_elements = sys.maxsize if group.get("fused") else RANGE_ELEMENTS
+
+    def written(self) -> list[Tensor]:
+        """What the step writes, less inference tensors, which have no version."""
+        tensors: list[Tensor] = []
+        for parameter in self._parameters:
+            tensors += [parameter, *self._state_of(parameter).values()]
+            if self._is_gradient_written and parameter.grad is not None:
+                tensors.append(parameter.grad)
+        return [t for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
 
     def _state_of(self, parameter: Tensor) -> State:
         """Makes no entry where there is none."""
@@ -213,7 +238,7 @@ class _LeasedStep(_Step):
         for parameter, keys in zip(self._parameters, self._state_keys, strict=True):
             raw, gradient = next(rest), next(rest)
             state = {**self._state_of(parameter), **{key: next(rest) for key in keys}}
-            pieces += _cut(raw, gradient, state)
+            pieces += _cut(raw, gradient, state, self._range_elements)
         self._run_code(pieces)
 
 
@@ -251,7 +276,7 @@ class _StreamedStep(_Step):
         for row, (parameter, gradient, *values) in window:
             self._counted[row] = _copied(self._others[row])
             state = {**dict(zip(self._ranged[row], values, strict=True)), **self._counted[row]}
-            pieces += _cut(parameter, gradient, state)
+            pieces += _cut(parameter, gradient, state, self._range_elements)
         self._run_code(pieces)
 
 
@@ -275,33 +300,33 @@ def _copied(state: State) -> State:
     }
 
 
-def _cut(parameter: Tensor, gradient: Tensor, state: State) -> Iterator[tuple[Tensor, State]]:
+def _cut(
+    parameter: Tensor, gradient: Tensor, state: State, range_elements: int
+) -> Iterator[tuple[Tensor, State]]:
     """Ranges of a parameter, each with its gradient attached, and the state of each.
 
     The first range has the parameter's own step count; the others have copies, so that it is
     counted once.
     """
     ranged, others = _split_state(parameter, state)
-    if parameter.numel() <= RANGE_ELEMENTS or not _has_one_layout(parameter, ranged):
+    if parameter.numel() <= range_elements or not _has_one_layout(parameter, ranged):
         parameter.grad = gradient
         yield parameter, state
         return
     rows = zip(
-        _ranges_of(parameter),
-        _ranges_of(gradient),
-        *(_ranges_of(value) for value in ranged.values()),
+        *(_ranges_of(value, range_elements) for value in (parameter, gradient, *ranged.values())),
         strict=True,
     )
-    num_copies = (parameter.numel() - 1) // RANGE_ELEMENTS
+    num_copies = (parameter.numel() - 1) // range_elements
     copies = [others, *(_copied(others) for _ in range(num_copies))]
     for (piece, piece_gradient, *values), rest in zip(rows, copies, strict=True):
         piece.grad = piece_gradient
         yield piece, {**dict(zip(ranged, values, strict=True)), **rest}
 
 
-def _ranges_of(tensor: Tensor) -> tuple[Tensor, ...]:
+def _ranges_of(tensor: Tensor, range_elements: int) -> tuple[Tensor, ...]:
     """In the order of memory."""
-    return torch.split(tensor.as_strided((tensor.numel(),), (1,)), RANGE_ELEMENTS)
+    return torch.split(tensor.as_strided((tensor.numel(),), (1,)), range_elements)
 
 
 def _code_of_step(optimizer_type: type) -> Callable[[Any], Any]:

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests of optimizers share: torch's element-wise ones with their flags, and runs of them.
 
-A run makes parameters of every kind, gives them seeded gradients through backward, steps, and notes
-parameters, gradients and all state. Ranges are a few elements long, so that small tensors have many.
+A run makes parameters of every kind, gives them seeded gradients through backward, steps, and
+notes parameters, gradients and all state. Ranges are a few elements long, so that small tensors
+have many.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -227,3 +228,31 @@ def model_data_bytes(optimizer: type[Optimizer], options: Options, module: nn.Mo
     parameters = [p for group in made.param_groups for p in group["params"]]
     page = helpers.CHUNK_BYTES
     return sum((2 + states) * math.ceil(p.nbytes / page) * page for p in parameters)
+
+
+def check(loop: Loop, **settings: Any) -> None:
+    """Compares a loop over few parameters with its twin, in ranges of a few elements."""
+    with small_ranges():
+        helpers.twin(loop, **{"tight": "100KiB", "must_evict": False, **settings})
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    """A seeded parameter; 1003 elements by default, so that it has many ranges."""
+    return _parameter(*(shape or (1003,)), dtype=dtype)
+
+
+def give_gradients(*parameters: torch.Tensor) -> None:
+    """Gradients that no backward made: plain tensors."""
+    for each in parameters:
+        each.grad = torch.randn_like(each)
+
+
+def note(
+    recorder: helpers.Recorder,
+    name: str,
+    parameters: Sequence[torch.Tensor],
+    *optimizers: Optimizer,
+) -> None:
+    """``note_all`` of parameters outside any module."""
+    for optimizer in optimizers:
+        note_all(recorder, name, nn.ParameterList(parameters), optimizer)
