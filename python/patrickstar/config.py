@@ -68,7 +68,7 @@ class Config:
         gradient_accumulation_steps: Calls of ``step()`` for one that steps.
         gradient_clipping: The global norm that the engine clips to; None when it does not clip.
         chunk_size: Bytes of a parameter chunk in fp32.
-        optimizer: How steps are run: "auto" or "native".
+        optimizer: How steps are run: "auto", "native" or "fused".
         log: The file that gets one record a step; None for no log.
         stress: Which of "evict", "poison" and "delay" are forced, from ``PATRICKSTAR_STRESS``.
         asked: The settings as they were given: sizes not yet looked up, fractions as fractions.
@@ -305,8 +305,6 @@ def _check_unbuilt(settings: Mapping[str, Any]) -> None:
     optimizer = settings["optimizer"]
     if optimizer not in ("auto", "native", "fused"):
         raise InvalidArgument(f'optimizer={optimizer!r}: expected "auto", "native" or "fused"')
-    if optimizer == "fused":
-        raise _unbuilt("optimizer", optimizer, 'pass optimizer="auto" or "native"')
 
 
 def _is_positive(value: object) -> bool:

@@ -54,7 +54,7 @@ State = dict[str, Any]
 def can_step_in_ranges(optimizer: Optimizer) -> bool:
     """Whether it is one whose code may be cut in ranges: torch's own, not what replaced it."""
     kind = type(optimizer)
-    return kind in _ELEMENTWISE and _code_of_step(kind).__module__ == kind.__module__
+    return kind in _ELEMENTWISE and _code_of_step(kind).__module__.startswith("torch.optim.")
 
 
 def step_in_ranges(optimizer: Optimizer, *, is_fused: bool = False) -> Iterator[Group]:

@@ -54,7 +54,7 @@ class Session:
             self._adopter,
             self._on_boundary,
             self._training_rules.step_rules,
-            is_native=config.optimizer == "native",
+            form=config.optimizer,
         )
         self._raw_access = RawAccess(self._adopter.adopt_copy, config.spill_dir)
         self._compiled_graphs = CompiledGraphs()
