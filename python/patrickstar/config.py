@@ -114,7 +114,7 @@ def resolve(config: object = None, **arguments: Any) -> Config:
 
     resolved_device = _device(settings["device"])
     _check_device_memory(settings["device_memory"])
-    _check_unbuilt(settings)
+    _check_training(settings)
     host = settings["host_memory"]
     host_bytes = (
         available_memory() // 2
@@ -287,8 +287,8 @@ def _check_device_memory(device_memory: object) -> None:
     raise Unsupported(f"device_memory={device_memory!r} is not supported yet; leave it out")
 
 
-def _check_unbuilt(settings: Mapping[str, Any]) -> None:
-    """Refuses settings with a wrong value, then those whose work is not built yet."""
+def _check_training(settings: Mapping[str, Any]) -> None:
+    """Refuses settings of training with a wrong value."""
     precision = settings["mixed_precision"]
     if precision not in (None, "bf16", "fp16"):
         raise InvalidArgument(f'mixed_precision={precision!r}: expected None, "bf16" or "fp16"')
@@ -310,10 +310,6 @@ def _check_unbuilt(settings: Mapping[str, Any]) -> None:
 def _is_positive(value: object) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and math.isfinite(value) and value > 0  # type: ignore[arg-type, operator]
-
-
-def _unbuilt(name: str, value: object, remedy: str) -> Unsupported:
-    return Unsupported(f"{name}={value!r} is not built yet; {remedy}")
 
 
 def _chunk_size(value: object, host_memory: int) -> int:

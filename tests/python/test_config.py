@@ -258,26 +258,12 @@ def test_an_accelerator_that_is_not_used_yet_gets_a_warning(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("optimizer", "fused"),
-    ],
-)
-def test_what_is_not_built_yet_is_refused_by_name(monkeypatch, name, value):
-    with pytest.raises(Unsupported, match=f"{name}={value!r} is not built yet"):
-        resolve(**{name: value})
-    with pytest.raises(Unsupported, match=name):
-        resolve(config={name: value})
-    monkeypatch.setenv(f"PATRICKSTAR_{name.upper()}", str(value))
-    with pytest.raises(Unsupported, match=f"{name}={value!r} is not built yet"):
-        resolve()
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
         ("mixed_precision", "bf16"),
         ("mixed_precision", "fp16"),
         ("gradient_accumulation_steps", 2),
         ("gradient_clipping", 1.0),
+        ("optimizer", "fused"),
+        ("optimizer", "native"),
     ],
 )
 def test_settings_of_training_are_taken_from_every_source(monkeypatch, name, value):
