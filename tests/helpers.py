@@ -138,6 +138,7 @@ def twin(
     chunk_size: int | str = CHUNK_BYTES,
     stress: Sequence[str] = ("evict,poison",),
     must_evict: bool = True,
+    by_hand: Loop | None = None,
     **settings: Any,
 ) -> None:
     """Compares a loop under management with the same loop in plain PyTorch.
@@ -152,9 +153,10 @@ def twin(
         stress: Values of ``PATRICKSTAR_STRESS``.
         must_evict: Whether the tight budget has to cause evictions; false where the model is too
             small for that, so that only stress evicts.
+        by_hand: The loop that plain PyTorch runs, where settings do what it does by hand.
         settings: Other arguments of ``patrickstar.init``.
     """
-    expected = plain(loop)
+    expected = plain(by_hand or loop)
     assert expected.records, "the loop noted nothing, so there is nothing to compare"
     gc.collect()
     runs = [(EVERYTHING, ""), (tight, ""), *((tight, words) for words in stress)]

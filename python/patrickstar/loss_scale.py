@@ -8,6 +8,11 @@ steps without one it is doubled. The rules and numbers are those of ``torch.amp.
 
 Note [Cycle]: A cycle is all backward passes up to a step, and all steps up to the next backward:
 one update of the scale, however many optimizers there are.
+
+Note [Nested leaves]: A backward that goes on with the one around it (a checkpoint's, that
+recomputes its part of the graph) adds to the grad of parameters, and to that of its detached
+inputs. From there the one around goes on, so that has to stay scaled. Detached inputs are neither
+parameters nor managed, and no graph had them before.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import unserializable_hook
 
 from patrickstar import _C
@@ -74,6 +80,9 @@ class LossScale:
         self._running = _Running()
         self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
         self._overflowed: dict[int, weakref.ref[torch.Tensor]] = {}  # leaves, by id
+        self._left_scaled: weakref.WeakValueDictionary[int, torch.Tensor] = (
+            weakref.WeakValueDictionary()
+        )  # detached inputs, by id
 
     def close(self) -> None:
         """Takes the hooks off all leaves."""
@@ -123,7 +132,7 @@ class LossScale:
             self._running.inverse = torch.tensor(self.scale).double().reciprocal().float()
         try:
             if self._running.inverse is not None:
-                self._hook_leaves(outputs)
+                self._hook_leaves(outputs, is_continued=is_continued)
             yield self.scale
         finally:
             self._running.inverse = outer
@@ -141,8 +150,10 @@ class LossScale:
         """Whether an optimizer may step; updates the scale.
 
         Raises:
-            Error: Too many steps in a row could not be taken.
+            Error: Too many steps in a row could not be taken, or a gradient is still scaled.
         """
+        parameters = list(parameters)
+        self._refuse_scaled(parameters)
         overflowed = [p for p in parameters if p.grad is not None and self._has_overflowed(p)]
         if not self._has_stepped:
             self._before_cycle = (self.scale, self._num_good_steps, self._num_skipped)
@@ -159,6 +170,16 @@ class LossScale:
                 'rate, or use mixed_precision="bf16"'
             )
         return not overflowed
+
+    def _refuse_scaled(self, parameters: list[torch.Tensor]) -> None:
+        for parameter in parameters if self._left_scaled else []:
+            if self._left_scaled.get(id(parameter)) is parameter and parameter.grad is not None:
+                raise Error(
+                    f"cannot step with the gradient of {_name_of(parameter)}: it is still scaled, "
+                    "since only a reentrant checkpoint saw that tensor, and it is no parameter; "
+                    "make it a torch.nn.Parameter, call patrickstar.manage() on it, or pass "
+                    "use_reentrant=False"
+                )
 
     def _has_overflowed(self, leaf: torch.Tensor) -> bool:
         reference = self._overflowed.get(id(leaf))
@@ -187,10 +208,14 @@ class LossScale:
             if leaf is None or leaf.grad is None or _is_finite(leaf.grad):
                 del self._overflowed[key]
 
-    def _hook_leaves(self, outputs: Sequence[Any]) -> None:
+    def _hook_leaves(self, outputs: Sequence[Any], *, is_continued: bool) -> None:
         for leaf in _leaves_of(outputs):
             known = self._hooks.get(id(leaf))
-            if leaf.requires_grad and (known is None or known[0]() is not leaf):
+            if not leaf.requires_grad or (known is not None and known[0]() is leaf):
+                continue
+            if is_continued and not (isinstance(leaf, nn.Parameter) or _C.is_managed(leaf)):
+                self._left_scaled[id(leaf)] = leaf
+            else:
                 self._hook(leaf)
 
     def _hook(self, leaf: torch.Tensor) -> None:
@@ -211,8 +236,13 @@ class LossScale:
             return self._unscaled(hooked, gradient, inverse)
 
         handle = leaf.register_hook(unscale)  # type: ignore[no-untyped-call]
-        # The user's own hooks see what they would see without a scale.
-        leaf._backward_hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]
+        # The user's own hooks see what they would see without a scale. Autograd goes by the order
+        # of insertion, which move_to_end() does not change.
+        registered = leaf._backward_hooks
+        assert registered is not None
+        others = {key: hook for key, hook in registered.items() if key != handle.id}
+        registered.clear()
+        registered.update({handle.id: unscale, **others})
         hooks[key] = (reference, handle)
 
     def _unscaled(
