@@ -7,11 +7,10 @@ docs/memory-and-traffic.md has the same numbers with the reason for each term.
 from __future__ import annotations
 
 import helpers
+import patrickstar
 import pytest
 import torch
 from torch import nn
-
-import patrickstar
 
 MIB = 1 << 20
 NUM_LAYERS = 24
