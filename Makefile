@@ -12,7 +12,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all check bench
+.PHONY: help setup demo test test-all check bench FORCE
 
 PYTHON ?= python3
 VENV := .venv
@@ -28,9 +28,10 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
 CREATED := $(VENV)/.stamp-created
 REQUIREMENTS := $(VENV)/.stamp-requirements
 PACKAGE := $(VENV)/.stamp-package
+MODULES := $(VENV)/.modules
 
-# What the installed package depends on. Python sources are not among them: an
-# editable install reads them where they are.
+# What the installed package depends on. The text of Python sources is not among it: an
+# editable install reads them where they are, but knows them by name.
 BUILD_FILES := pyproject.toml CMakeLists.txt $(shell find cmake core glue -type f \
 	\( -name '*.cc' -o -name '*.h' -o -name '*.in' -o -name '*.cmake' -o -name CMakeLists.txt \) \
 	! -name '*_test.cc')
@@ -53,7 +54,10 @@ $(REQUIREMENTS): $(CREATED) requirements-torch.txt requirements-dev.txt
 	$(BIN)/python -m pip install -q -r requirements-dev.txt
 	touch $@
 
-$(PACKAGE): $(REQUIREMENTS) $(BUILD_FILES)
+$(MODULES): $(CREATED) FORCE
+	@find python -name '*.py' | sort | cmp -s - $@ || find python -name '*.py' | sort > $@
+
+$(PACKAGE): $(REQUIREMENTS) $(MODULES) $(BUILD_FILES)
 	$(BIN)/python -m pip install -q --no-build-isolation -e . $(PIP_SETTINGS)
 	touch $@
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from patrickstar.checkpoint_tree import (
+from patrickstar.checkpoint.module_state import listed
+from patrickstar.checkpoint.tree import (
     Damaged,
     add_tensor,
     check,
@@ -25,7 +26,6 @@ from patrickstar.checkpoint_tree import (
     unpack,
 )
 from patrickstar.errors import Error, InvalidArgument
-from patrickstar.module_state import listed
 from patrickstar.tensor_file import TensorFile
 
 _HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
-from patrickstar.checkpoint_tree import (
+from patrickstar.checkpoint.tree import (
     Damaged,
     add_tensor,
     check,

@@ -14,33 +14,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.checkpoint_folder import (
+from patrickstar.checkpoint.folder import (
     nesting_is_bounded,
     open_checkpoint,
     told_of,
     write_checkpoint,
 )
-from patrickstar.checkpoint_objects import (
-    check_object,
-    load_object,
-    pack_object,
-    unpack_value,
-)
-from patrickstar.checkpoint_tree import Damaged, check, checked_text, pack, unpack
-from patrickstar.errors import InvalidArgument
-from patrickstar.module_state import (
+from patrickstar.checkpoint.module_state import (
     check_module,
     listed,
     load_module,
     named_parameters,
     pack_module,
 )
-from patrickstar.optimizer_state import (
+from patrickstar.checkpoint.objects import (
+    check_object,
+    load_object,
+    pack_object,
+    unpack_value,
+)
+from patrickstar.checkpoint.optimizer_state import (
     check_optimizer,
     load_optimizer,
     pack_optimizer,
     parameters_of,
 )
+from patrickstar.checkpoint.tree import Damaged, check, checked_text, pack, unpack
+from patrickstar.errors import InvalidArgument
 from patrickstar.random_state import random_state, set_random_state
 from patrickstar.tensor_file import TensorFile, TensorWriter
 

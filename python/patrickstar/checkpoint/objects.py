@@ -13,22 +13,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.checkpoint_tree import Damaged, check, has_tensors, of_type, pack, unpack
-from patrickstar.errors import InvalidArgument
-from patrickstar.module_state import (
+from patrickstar.checkpoint.module_state import (
     check_module,
     check_module_tree,
     load_module,
     pack_module,
     unpack_module,
 )
-from patrickstar.optimizer_state import (
+from patrickstar.checkpoint.optimizer_state import (
     check_optimizer,
     check_optimizer_tree,
     load_optimizer,
     pack_optimizer,
     unpack_optimizer,
 )
+from patrickstar.checkpoint.tree import Damaged, check, has_tensors, of_type, pack, unpack
+from patrickstar.errors import InvalidArgument
 from patrickstar.tensor_file import TensorFile
 
 _MODULE, _OPTIMIZER, _GENERATOR = "module", "optimizer", "generator"

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from patrickstar.checkpoint_tree import Damaged, of_type
+from patrickstar.checkpoint.tree import Damaged, of_type
 from patrickstar.errors import CorruptData, InvalidArgument, IoError
 from patrickstar.report.units import format_bytes
 from patrickstar.tensor_file import TensorFile, TensorWriter
