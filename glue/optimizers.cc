@@ -92,8 +92,12 @@ bool AnswerLike(LikeOp like, Engine* engine, Stack* stack) {
   if (storage == nullptr || !FillsItsSlot(self) || !AreOptionsThoseOf(self, like, *stack)) {
     return false;
   }
-  // Copies are state when they are of a gradient; a copy of a parameter may be a snapshot.
-  if (like == LikeOp::kClone && storage->slot()->kind != Kind::kGrad) return false;
+  // Copies are state when they are of a gradient; a copy of a parameter may be a snapshot. One of a
+  // negative or conjugate view has other bytes.
+  if (like == LikeOp::kClone &&
+      (storage->slot()->kind != Kind::kGrad || self.is_neg() || self.is_conj())) {
+    return false;
+  }
   if (!IsStateOfAFutureStep(like, self) && !IsInsideNativeStep()) return false;
   const at::Scalar fill_value = like == LikeOp::kFull
                                     ? (*stack)[stack->size() - num_arguments + 1].toScalar()

@@ -131,6 +131,7 @@ def _is_able(parameter: Tensor) -> bool:
         and gradient.stride() == parameter.stride()
         and not parameter.is_complex()
         and not gradient.requires_grad
+        and not gradient.is_neg()
     )
 
 
