@@ -178,10 +178,36 @@ def test_functions_that_run_backward_inside_of_backward():
         helpers.assert_same(helpers.plain(loop).records, expected, "nested")
 
 
+def test_functions_that_ask_for_gradients_inside_of_backward():
+    class Recomputing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.leaves = x.detach(), weight
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x, weight = ctx.leaves
+            x.requires_grad_()
+            with torch.enable_grad():
+                output = x @ weight
+            return torch.autograd.grad(output, [x, weight], gradient)
+
+    def loop(recorder: helpers.Recorder) -> None:
+        model = helpers.Stack(2)
+        hidden = model.layers[0](torch.randn(4, 32))
+        Recomputing.apply(hidden, model.layers[1].weight).pow(2).mean().backward()
+        recorder.note("after", model)
+
+    expected = helpers.plain(loop).records
+    with helpers.managed(mixed_precision="fp16"), torch.autocast("cpu", enabled=False):
+        helpers.assert_same(helpers.plain(loop).records, expected, "nested")
+
+
 def test_a_torch_function_mode_scales_once():
     with helpers.managed(mixed_precision="fp16"), torch.device("cpu"):
         weight = torch.ones(1, requires_grad=True)
-        (weight * 3).backward()
+        torch.autograd.backward(weight * 3)
         assert weight.grad.item() == 3
 
 
