@@ -41,6 +41,28 @@ class LeaseIfItFits {
   bool is_taken_ = true;
 };
 
+// Storages over chunk memory that a pass sees. Where somebody keeps one, such as the traceback of
+// a pass that threw, it ends up over nothing, and reading it raises.
+class LentStorages {
+ public:
+  LentStorages() = default;
+  ~LentStorages() {
+    for (const c10::Storage& storage : storages_) {
+      if (storage.use_count() == 1) continue;
+      storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
+          "the memory that an optimizer's step saw is not there any more; read the parameter, its "
+          "gradient or its state instead");
+    }
+  }
+  LentStorages(const LentStorages&) = delete;
+  LentStorages& operator=(const LentStorages&) = delete;
+
+  void Add(const at::Tensor& tensor) { storages_.push_back(tensor.storage()); }
+
+ private:
+  std::vector<c10::Storage> storages_;
+};
+
 // Where the tensors of rows lie in the chunks of their group.
 class RowWindows {
  public:
@@ -65,8 +87,8 @@ class RowWindows {
 
   const std::vector<StreamedChunk>& chunks() const { return chunks_; }
 
-  std::vector<RowPiece> PiecesIn(int64_t first, int64_t count,
-                                 std::span<std::byte* const> windows) const {
+  std::vector<RowPiece> PiecesIn(int64_t first, int64_t count, std::span<std::byte* const> windows,
+                                 LentStorages* lent) const {
     std::vector<RowPiece> pieces;
     for (size_t index = 0; index < rows_.size(); ++index) {
       const at::Tensor& parameter = rows_[index][0];
@@ -79,6 +101,7 @@ class RowWindows {
       piece.row = index;
       for (const at::Tensor& tensor : rows_[index]) {
         piece.tensors.push_back(Piece(tensor, begin - row_first, end - begin, first, windows));
+        if (ManagedStorageOf(tensor) != nullptr) lent->Add(piece.tensors.back());
       }
     }
     return pieces;
@@ -126,6 +149,7 @@ bool RunOnRawMemory(Engine* engine, const std::vector<at::Tensor>& tensors,
   }
   const LeaseIfItFits lease(engine, set.accesses(), what);
   if (!lease.is_taken()) return false;
+  LentStorages lent;
   std::vector<at::Tensor> raw;
   raw.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) {
@@ -136,6 +160,7 @@ bool RunOnRawMemory(Engine* engine, const std::vector<at::Tensor>& tensors,
     }
     const Slot& slot = *storage->slot();
     raw.push_back(MakeRawTensor(engine->store().data(slot.chunk) + slot.byte_offset, tensor));
+    lent.Add(raw.back());
   }
   pass(std::move(raw));
   return true;
@@ -150,7 +175,8 @@ bool StreamRawMemory(Engine* engine, const std::vector<std::vector<at::Tensor>>&
   return ThroughTorch([&] {
     return engine->store().Stream(row_windows->chunks(), [&](int64_t first, int64_t count,
                                                              std::span<std::byte* const> windows) {
-      pass(row_windows->PiecesIn(first, count, windows));
+      LentStorages lent;
+      pass(row_windows->PiecesIn(first, count, windows, &lent));
     });
   });
 }
