@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "glue/errors.h"
+#include "patrickstar/base/text.h"
 #include "patrickstar/layout/chunk_group.h"
 
 namespace patrickstar {
@@ -172,12 +173,13 @@ std::vector<Adoption> Adopt(Engine* engine, const std::vector<at::Tensor>& tenso
   return answers;
 }
 
-void UnmanageStorage(Engine* engine, ManagedStorage* storage) {
+void UnmanageStorage(Engine* engine, ManagedStorage* storage, std::string_view what) {
   if (engine->store().is_held(storage->slot()->chunk)) {
     ThrowThroughTorch(Unsupported(
-        "cannot unmanage a tensor whose address is in use, or that of a neighbour in its chunk: by "
-        "patrickstar.resident, a NumPy array or data_ptr(); leave the `with` block, drop the array "
-        "or take a step first"));
+        StrCat("cannot ", what, " '", engine->registry().NameOf(storage),
+               "': its address is in use, or that of a neighbour in its chunk, by "
+               "patrickstar.resident, a NumPy array or data_ptr(); leave the `with` block, drop "
+               "the array or take a step first")));
   }
   ThroughTorch([&] {
     const GilReleaseIfHeld without_gil;
@@ -186,7 +188,9 @@ void UnmanageStorage(Engine* engine, ManagedStorage* storage) {
 }
 
 void Unmanage(Engine* engine, const at::Tensor& tensor) {
-  if (ManagedStorage* const storage = ManagedStorageOf(tensor)) UnmanageStorage(engine, storage);
+  if (ManagedStorage* const storage = ManagedStorageOf(tensor)) {
+    UnmanageStorage(engine, storage, "unmanage");
+  }
   if (!has_managed_key(tensor.unsafeGetTensorImpl())) return;
   auto plain = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(tensor.storage()), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());

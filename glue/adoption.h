@@ -10,6 +10,7 @@
 
 #include <functional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "glue/engine.h"
@@ -35,7 +36,8 @@ std::vector<Adoption> Adopt(Engine* engine, const std::vector<at::Tensor>& tenso
 void Unmanage(Engine* engine, const at::Tensor& tensor);
 
 // The same for a storage; its tensors follow, and keep a key that finds nothing to lease.
-void UnmanageStorage(Engine* engine, ManagedStorage* storage);
+// `what` says in messages what is done to it: "unmanage".
+void UnmanageStorage(Engine* engine, ManagedStorage* storage, std::string_view what);
 
 // A dense strided CPU tensor with bytes, not managed and of no other system.
 bool IsPlainDense(const at::Tensor& tensor);

@@ -160,10 +160,9 @@ TORCH_LIBRARY_IMPL(c10d, PrivateUse2, library) {
   }
 }
 
-TORCH_LIBRARY_IMPL(c10d, ADInplaceOrView, library) {
-  for (const char* const name : kNestedCollectives) {
-    Register(name, c10::after_ADInplaceOrView_keyset, &library);
-  }
+TORCH_LIBRARY_IMPL(c10d, BackendSelect, library) {
+  const c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
+  for (const char* const name : kNestedCollectives) Register(name, below, &library);
 }
 
 }  // namespace patrickstar

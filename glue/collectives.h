@@ -7,7 +7,7 @@
 // receive), when the caller has waited for it or dropped it.
 //
 // The dispatcher does not look into lists of lists for keys. Ops that have one are caught
-// at a key that every CPU tensor has, ADInplaceOrView, which they do not use.
+// at a key that every call has, BackendSelect, which they do not use.
 //
 // The schemas do not say what is written; all arguments count as written whose name does
 // not say that they are input. Any thread may be inside it; holds end on the backend's.

@@ -8,6 +8,7 @@
 
 #include "glue/errors.h"
 #include "patrickstar/base/error.h"
+#include "patrickstar/base/text.h"
 #include "patrickstar/io/os_file.h"
 
 namespace patrickstar {
@@ -67,18 +68,42 @@ void Engine::Start(const EngineOptions& options) {
 void Engine::Stop() {
   Engine* const engine = Get();
   if (engine == nullptr) return;
-  engine->landing_zone().Release();
-  engine->registry().FreeDeadSlots();
-  for (const auto& storage : engine->registry().LiveStorages()) {
-    if (ManagedStorage* const managed = ManagedStorageOf(storage.get())) {
-      engine->registry().MakePlain(managed);
-    }
+  engine->is_stopping_.store(true);
+  try {
+    engine->MakeEverythingPlain();
+  } catch (...) {
+    engine->is_stopping_.store(false);
+    throw;
   }
-  engine->registry().FreeDeadSlots();
   engine->store().Shutdown();
   // Retired, not freed: another thread may be inside an op that has read the pointer. All
   // its payloads are gone; what is left is a few kilobytes of tables.
   current_.store(nullptr, std::memory_order_release);
+}
+
+void Engine::MakeEverythingPlain() {
+  if (const int64_t num_holds = num_holds_.load(); num_holds != 0) {
+    throw Error(StrCat("cannot shut down: ", num_holds,
+                       " holders of addresses, in this thread or another: patrickstar.resident, "
+                       "NumPy arrays, collectives under way; let them end first"));
+  }
+  landing_zone_.Release();
+  registry_.FreeDeadSlots();
+  for (const auto& storage : registry_.LiveStorages()) {
+    if (ManagedStorage* const managed = ManagedStorageOf(storage.get())) {
+      registry_.MakePlain(managed);
+    }
+  }
+  registry_.FreeDeadSlots();
+}
+
+void Engine::AddHold(std::string_view what) {
+  ++num_holds_;
+  if (!is_stopping_.load()) return;
+  RemoveHold();
+  ThrowThroughTorch(Error(StrCat("cannot keep the bytes for ", what,
+                                 " in memory: another thread is inside patrickstar.shutdown(); "
+                                 "call it again when that has returned")));
 }
 
 void Engine::StopAtExit() {

@@ -42,7 +42,9 @@ class Engine {
   static void Start(const EngineOptions& options);
 
   // Turns every managed tensor into an ordinary one and retires the engine.
-  // Throws: OutOfMemory when memory cannot take them; then it goes on running.
+  // REQUIRES: no thread is inside an op on a managed tensor.
+  // Throws: OutOfMemory when memory cannot take them, Error while a Hold lives; then it goes
+  // on running.
   static void Stop();
 
   // At exit of the process: ends threads and transfers, copies nothing.
@@ -53,7 +55,14 @@ class Engine {
   LandingZone& landing_zone() { return landing_zone_; }
   const EngineOptions& options() const { return options_; }
 
+  // For Hold: one more lives, and the engine does not stop before RemoveHold.
+  // Throws: Error, as torch::PyTorchError, when it is stopping already.
+  void AddHold(std::string_view what);
+  void RemoveHold() { --num_holds_; }
+
  private:
+  void MakeEverythingPlain();
+
   static std::atomic<Engine*> current_;
 
   const EngineOptions options_;
@@ -61,6 +70,10 @@ class Engine {
   SlotRegistry registry_;
   ChunkStore store_;
   LandingZone landing_zone_{&store_};
+
+  // Each side writes its own before it reads the other's, so that one of them gives way.
+  std::atomic<int64_t> num_holds_{0};
+  std::atomic<bool> is_stopping_{false};
 };
 
 // Takes leases for the calling thread, which may hold the GIL.

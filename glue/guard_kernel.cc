@@ -112,6 +112,28 @@ void Redispatch(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   op.redispatchBoxed(BelowGuard(keys), stack);
 }
 
+IValue CopyOfManaged(const IValue& value) {
+  if (value.isTensor()) {
+    const at::Tensor& tensor = value.toTensor();
+    return has_managed_key(tensor.unsafeGetTensorImpl()) ? IValue(at::clone(tensor)) : value;
+  }
+  if (!value.isTensorList()) return value;
+  c10::List<at::Tensor> copies;
+  for (const IValue& element : value.toListRef()) {
+    copies.push_back(CopyOfManaged(element).toTensor());
+  }
+  return copies;
+}
+
+// What an object keeps must not move: it gets memory of its own.
+void CallOnCopies(const OpFacts& facts, const OperatorHandle& op, Stack* stack) {
+  const size_t begin = stack->size() - facts.num_arguments;
+  for (const size_t index : facts.tensor_arguments) {
+    (*stack)[begin + index] = CopyOfManaged((*stack)[begin + index]);
+  }
+  op.callBoxed(stack);
+}
+
 }  // namespace
 
 void FreeDeadSlots(Engine* engine) {
@@ -138,6 +160,7 @@ void GuardKernel::operator()(const OperatorHandle& op, DispatchKeySet keys, Stac
     return;
   }
   if (facts_.is_rebinding) return Rebind(engine, op, keys, stack);
+  if (facts_.is_keeping) return CallOnCopies(facts_, op, stack);
   Run(engine, op, keys, stack);
   FixResults(facts_, stack);
 }

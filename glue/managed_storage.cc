@@ -18,6 +18,7 @@ class ManagedAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t num_bytes) override {
     if (ResizeScope::is_inside()) return c10::GetCPUAllocator()->allocate(num_bytes);
+    // From Python, untyped_storage().resize_() names the tensor before it comes here.
     ThrowThroughTorch(
         Unsupported(StrCat("cannot give the storage of a managed tensor ",
                            FormatBytes(static_cast<int64_t>(num_bytes)),

@@ -76,7 +76,7 @@ void AddHeld(PyObject* object, Access access, std::vector<HeldStorage>* storages
 
 std::unique_ptr<Hold> MakeHold(const py::iterable& objects, bool is_written,
                                const std::string& what) {
-  Engine* const engine = Running();
+  Engine* const engine = Engine::Get();  // null: another thread has just stopped it
   std::vector<HeldStorage> storages;
   for (const py::handle& object : objects) {
     AddHeld(object.ptr(), is_written ? Access::kWrite : Access::kRead, &storages);
@@ -103,9 +103,12 @@ void RegisterEngine(py::module_& module) {
   module.def("set_error_classes", [](const py::object& owner) { SetErrorClasses(owner.ptr()); });
   module.def("install_guard", &InstallGuard);
   module.def("skip_read_leases", &SkipReadLeases);
-  module.def("set_observed", [](bool is_observed) {
-    if (Engine* const engine = Engine::Get()) engine->registry().SetObserved(is_observed);
-  });
+  module.def(
+      "set_observed",
+      [](bool is_observed) {
+        if (Engine* const engine = Engine::Get()) engine->registry().SetObserved(is_observed);
+      },
+      py::call_guard<py::gil_scoped_release>());
   module.def("tune_malloc", &TuneMalloc, py::arg("is_building"));
   module.def(
       "start",
@@ -124,6 +127,8 @@ void RegisterEngine(py::module_& module) {
   module.def("stop_at_exit", &Engine::StopAtExit, py::call_guard<py::gil_scoped_release>());
   module.def("is_running", [] { return Engine::Get() != nullptr; });
   module.def("stats", &StatsAsDict);
+  module.def("held_bytes", [] { return Running()->store().held_bytes(); });
+  module.def("host_bytes", [] { return Running()->store().host_bytes(); });
   module.def(
       "free_dead_slots", [] { Running()->registry().FreeDeadSlots(); },
       py::call_guard<py::gil_scoped_release>());
@@ -168,11 +173,14 @@ void RegisterAdoption(py::module_& module) {
   module.def("unmanage", [](const at::Tensor& tensor) {
     if (Engine* const engine = Engine::Get()) Unmanage(engine, tensor);
   });
-  module.def("unmanage_storage", [](const py::handle& storage) {
-    if (ManagedStorage* const managed = ManagedStorageIn(storage.ptr())) {
-      UnmanageStorage(Running(), managed);
-    }
-  });
+  module.def(
+      "unmanage_storage",
+      [](const py::handle& storage, const std::string& what) {
+        if (ManagedStorage* const managed = ManagedStorageIn(storage.ptr())) {
+          UnmanageStorage(Running(), managed, what);
+        }
+      },
+      py::arg("storage"), py::arg("what"));
   module.def("is_managed", [](const py::handle& tensor_or_storage) {
     return ManagedStorageIn(tensor_or_storage.ptr()) != nullptr;
   });

@@ -73,6 +73,15 @@ LikeOp LikeOpOf(const std::string& name, const std::string& overload) {
   return LikeOp::kNone;
 }
 
+// Packed weights of quantized layers and the like. (The work that collectives return is of
+// the kind too; they have a guard of their own.)
+bool IsKeeping(const c10::FunctionSchema& schema) {
+  const auto& returns = schema.returns();
+  return std::any_of(returns.begin(), returns.end(), [](const c10::Argument& result) {
+    return result.type()->kind() == c10::TypeKind::ClassType;
+  });
+}
+
 bool IsListOp(const c10::FunctionSchema& schema) {
   const std::string& name = schema.name();
   const bool is_known = name.starts_with("aten::_foreach_") || name.starts_with("aten::_fused_") ||
@@ -93,6 +102,7 @@ OpFacts::OpFacts(const c10::FunctionSchema& schema)
       is_rebinding(schema.name() == "aten::set_"),
       may_resize(MayResize(schema)),
       is_list_op(IsListOp(schema)),
+      is_keeping(IsKeeping(schema)),
       like(LikeOpOf(schema.name(), schema.overload_name())) {
   for (size_t index = 0; index < num_arguments; ++index) {
     const c10::Argument& argument = schema.arguments()[index];

@@ -33,6 +33,7 @@ struct OpFacts {
   bool is_rebinding = false;   // set_: gives one tensor another's storage
   bool may_resize = false;     // gives tensors that it writes memory of another size
   bool is_list_op = false;     // works index by index on lists of one length
+  bool is_keeping = false;     // returns an object that keeps arguments, to be read raw later
   LikeOp like = LikeOp::kNone;
 };
 

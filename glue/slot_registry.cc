@@ -31,8 +31,15 @@ ManagedStorage* StorageOf(const Slot& slot) {
 
 size_t SlotRegistry::AddGroup(GroupLayout layout) {
   std::lock_guard lock(mutex_);
-  groups_.emplace_back(ChunkGroup(std::move(layout)));
-  return groups_.size() - 1;
+  if (free_groups_.empty()) {
+    free_groups_.reserve(groups_.size() + 1);  // so that Vacate never allocates
+    free_groups_.push_back(groups_.size());
+    groups_.emplace_back();
+  }
+  const size_t group = free_groups_.back();
+  free_groups_.pop_back();
+  groups_[group].emplace(std::move(layout));
+  return group;
 }
 
 NewStorage SlotRegistry::MakeStorage(size_t group, size_t index, Kind kind, at::ScalarType dtype,
@@ -125,6 +132,7 @@ void SlotRegistry::Vacate(size_t group, size_t index, ChunkId chunk) {
       bindings_.erase(member);
     }
     groups_.at(group).reset();
+    free_groups_.push_back(group);
     return;
   }
   // What comes next in a state chunk most likely starts at zero; a gradient is written whole.
@@ -140,7 +148,8 @@ void SlotRegistry::Rename(ManagedStorage* storage, const std::string& name) {
 
 std::string SlotRegistry::NameOf(ManagedStorage* storage) {
   std::lock_guard lock(bindings_mutex_);
-  return storage->slot()->name;
+  const Slot* const slot = storage->slot();
+  return slot == nullptr ? std::string() : slot->name;  // null: another thread has just stopped us
 }
 
 void SlotRegistry::MakePlain(ManagedStorage* storage) {
@@ -152,6 +161,7 @@ void SlotRegistry::MakePlain(ManagedStorage* storage) {
     const OpLease lease(store_, std::span(&access, 1), "unmanage");
     std::memcpy(data.get(), store_->data(slot->chunk) + slot->byte_offset, storage->nbytes());
     unbound = Unbind(slot);
+    std::lock_guard lock(bindings_mutex_);  // others may ask for its name
     storage->MakePlain(std::move(data));
   }
   Vacate(unbound->group, unbound->index, unbound->chunk);

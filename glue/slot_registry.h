@@ -99,6 +99,7 @@ class SlotRegistry final : public Binder {
   ChunkStore* store_ = nullptr;
   std::mutex mutex_;
   std::deque<std::optional<ChunkGroup>> groups_;  // empty: every tensor of it died
+  std::vector<size_t> free_groups_;               // indexes of the empty ones
 
   std::mutex bindings_mutex_;
   std::unordered_map<ChunkId, Binding> bindings_;

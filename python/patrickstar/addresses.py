@@ -45,8 +45,7 @@ class Addresses:
         if storage._cdata in self._holds:
             return
         hold = _C.Hold([storage], is_written=True, what=what)
-        stats = _C.stats()
-        budget, leased = stats["host_budget_bytes"], stats["held_bytes"]
+        budget, leased = _C.host_bytes(), _C.held_bytes()
         if leased > budget * _LEASED_SHARE:
             hold.release()
             raise OutOfMemory(

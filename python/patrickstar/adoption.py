@@ -14,6 +14,7 @@ tried again at each step boundary, and its owner is told once.
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 import weakref
@@ -30,6 +31,7 @@ from torch.nn.modules.module import (
 
 from patrickstar import _C
 from patrickstar.errors import OutOfMemory
+from patrickstar.patches import Function, Patches
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -77,13 +79,16 @@ class Adopter:
         self._seen_modules: dict[int, weakref.ref[nn.Module]] = {}
         self._is_building = True
         self._handles: list[RemovableHandle] = []
+        self._call_hook: RemovableHandle | None = None
+        self._patches = Patches()
 
     def open_doors(self) -> None:
         """Registers the hooks."""
-        self._handles = [
-            register_module_parameter_registration_hook(self._on_registration),
-            register_module_forward_pre_hook(self._on_call),
-        ]
+        self._handles = [register_module_parameter_registration_hook(self._on_registration)]
+        self._watch_calls(True)
+        replace = self._patches.replace
+        replace(torch.utils, "swap_tensors", self._swapping(torch.utils.swap_tensors))
+        replace(torch.export, "export", self._exporting(torch.export.export))
 
     def release_reservations(self) -> None:
         """Gives back what is kept free for pending parameters."""
@@ -94,6 +99,8 @@ class Adopter:
         """Removes every hook, also those of single parameters."""
         for handle in self._handles:
             handle.remove()
+        self._watch_calls(False)
+        self._patches.close()
         for tracked in [*self._tracked.values(), *self._pending.values()]:
             tracked.release()
             if tracked.gradient_hook is not None:
@@ -108,8 +115,10 @@ class Adopter:
             if _C.is_managed(parameter):
                 _C.rename(parameter, name)
             self._expect(parameter, name)
+        waiting = {id(part) for part in module.modules() if not _has_all_values(part)}
         for part in module.modules():
-            self._mark_seen(part)
+            if not waiting or waiting.isdisjoint(map(id, part.modules())):
+                self._mark_seen(part)
         self.flush()
 
     def adopt_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -217,6 +226,68 @@ class Adopter:
             self._is_building = False
             _C.tune_malloc(False)
 
+    def _watch_calls(self, is_on: bool) -> None:
+        if self._call_hook is not None:
+            self._call_hook.remove()
+        self._call_hook = register_module_forward_pre_hook(self._on_call) if is_on else None
+
+    def _exporting(self, original: Function) -> Function:
+        """A strict export takes no module while there is a hook on all of them."""
+
+        @functools.wraps(original)
+        def export(mod: nn.Module, *args: object, **kwargs: object) -> object:
+            if isinstance(mod, nn.Module):
+                self.adopt_module(mod)
+            self._watch_calls(False)
+            try:
+                return original(mod, *args, **kwargs)
+            finally:
+                self._watch_calls(bool(self._handles))
+
+        return export
+
+    def _swapping(self, original: Function) -> Function:
+        """torch refuses to swap tensors that somebody refers to weakly, as we do."""
+
+        @functools.wraps(original)
+        def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+            left_out = [tensor for tensor in (t1, t2) if self._is_left_out(tensor)]
+            names = [(tensor, self._forget(tensor)) for tensor in (t1, t2)]
+            try:
+                original(t1, t2)
+            finally:
+                for tensor in left_out:
+                    self._mark_left_out(tensor)
+                for tensor, name in names:
+                    if name is not None:
+                        self._know_again(tensor, name)
+
+        return swap_tensors
+
+    def _forget(self, tensor: torch.Tensor) -> str | None:
+        """Drops all that refers to a tensor; returns the name that it was known by."""
+        key = id(tensor)
+        self._left_out.pop(key, None)
+        waiting = self._pending.get(key)
+        self._take_pending([key])
+        known = self._tracked.pop(key, None) or waiting
+        if known is None or known.parameter() is not tensor:
+            return None
+        if known.gradient_hook is not None:
+            known.gradient_hook.remove()
+        return known.name
+
+    def _know_again(self, tensor: torch.Tensor, name: str) -> None:
+        hooks = tensor._post_accumulate_grad_hooks
+        if hooks is not None and not hooks:
+            tensor._post_accumulate_grad_hooks = hooks  # for autograd
+        if not _C.is_managed(tensor):
+            self._expect(tensor, name)
+            return
+        known = _Tracked(weakref.ref(tensor), name)
+        self._tracked[id(tensor)] = known
+        self._hook_gradient(tensor, known)
+
     def _expect(self, parameter: torch.Tensor, name: str, *, is_known_by: bool = True) -> bool:
         """Notes a parameter to be adopted; False when there is nothing to do.
 
@@ -311,6 +382,14 @@ def _warn_of_aliases(postponed: list[_Tracked]) -> None:
             "patrickstar.init()",
             stacklevel=2,
         )
+
+
+def _has_all_values(module: nn.Module) -> bool:
+    """Whether no parameter of the module itself, without its parts, still waits for its bytes."""
+    return not any(
+        parameter.is_meta or nn.parameter.is_lazy(parameter)
+        for parameter in module.parameters(recurse=False)
+    )
 
 
 def _is_adoptable(parameter: torch.Tensor) -> bool:

@@ -23,6 +23,7 @@ from patrickstar import _C
 from patrickstar.addresses import Addresses
 from patrickstar.errors import OutOfMemory, Unsupported
 from patrickstar.patches import Function, Patches
+from patrickstar.report.units import format_bytes
 from patrickstar.saving import is_saving
 
 # Functions of safetensors, transformers, peft and accelerate that compare the storages of a whole
@@ -31,7 +32,11 @@ _IDENTITY_READERS = ("storage_ptr", "id_tensor_storage")
 _IDENTITY_PACKAGES = ("safetensors", "transformers", "peft", "accelerate")
 
 _STORAGE_CALLS = ("__setitem__", "fill_", "_write_file", "_set_from_file", "byteswap")
-_SHARING_CALLS = ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_")
+_SHARING_CALLS = {  # what is said when one cannot be done
+    "share_memory_": "call share_memory_() of",
+    "_share_fd_cpu_": "send to another process",
+    "_share_filename_cpu_": "send to another process",
+}
 _ELEMENT_CALLS = ("apply_", "map_", "map2_")
 
 
@@ -56,8 +61,12 @@ class RawAccess:
             on_managed(torch.Tensor, name, self._address)
         on_managed(torch.UntypedStorage, "data_ptr", self._storage_address)
         on_managed(torch.UntypedStorage, "is_shared", _answering(False))
-        for name in _SHARING_CALLS:
-            on_managed(torch.UntypedStorage, name, _on_ordinary)
+        for name, what in _SHARING_CALLS.items():
+            on_managed(torch.UntypedStorage, name, _on_ordinary(what))
+        on_managed(torch.UntypedStorage, "resize_", _resizing)
+        on_managed(torch._C, "_is_cow_tensor", _answering(False))
+        is_alias_of = getattr(torch._C, "_is_alias_of")  # noqa: B009 - not in its stub
+        self._patches.replace(torch._C, "_is_alias_of", _comparing_storages(is_alias_of))
         for name in _STORAGE_CALLS:
             on_managed(torch.UntypedStorage, name, _holding_arguments)
         on_managed(torch.UntypedStorage, "__getitem__", _get_item)
@@ -182,14 +191,41 @@ def _answering(value: object) -> Callable[[Function], Function]:
     return handler_of
 
 
-def _on_ordinary(original: Function) -> Function:
+def _on_ordinary(what: str) -> Callable[[Function], Function]:
     """Makes the storage an ordinary one first: its memory is about to be given away."""
 
-    def share(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-        _C.unmanage_storage(self)
-        return original(self, *args, **kwargs)
+    def handler_of(original: Function) -> Function:
+        def share(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+            _C.unmanage_storage(self, what)
+            return original(self, *args, **kwargs)
 
-    return share
+        return share
+
+    return handler_of
+
+
+def _resizing(original: Function) -> Function:
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        if int(size) == self.nbytes():
+            return self
+        raise Unsupported(
+            f"cannot give the storage of managed tensor {_C.name_of(self)!r} "
+            f"{format_bytes(int(size))}: only an operator may resize it; use tensor.resize_(), or "
+            "resize a tensor.detach().clone()"
+        )
+
+    return resize_
+
+
+def _comparing_storages(original: Function) -> Function:
+    """torch compares addresses. No other storage shares the memory of a managed one."""
+
+    def is_alias_of(first: torch.Tensor, second: torch.Tensor) -> bool:
+        if _C.is_managed(first) or _C.is_managed(second):
+            return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
+        return bool(original(first, second))
+
+    return is_alias_of
 
 
 def _get_item(original: Function) -> Function:

@@ -13,6 +13,23 @@ from torch import nn
 from torch.nn import functional
 
 
+@pytest.mark.parametrize("make", ["meta", "lazy"])
+def test_parameters_that_get_their_bytes_after_a_first_call(make: str) -> None:
+    with helpers.managed():
+        if make == "meta":
+            with torch.device("meta"):
+                model: nn.Module = helpers.Stack()
+                model(torch.zeros(1, 32))
+            model.to_empty(device="cpu")
+            for parameter in model.parameters():
+                nn.init.ones_(parameter)
+        else:
+            model = nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 32))
+            model(torch.ones(1, 32))
+        model(torch.ones(1, 32))
+        assert all(map(patrickstar.is_managed, model.parameters()))
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -270,6 +270,68 @@ def lists_of_managed_tensors_beside_plain_ones(recorder):
 
 
 @twin
+def lists_in_inference_mode(recorder):
+    """With tensors made there as well a call has no key of views, which all others have."""
+    model = make_model(4)
+    first, second, third, fourth = weights(model)
+    with torch.inference_mode():
+        plain = torch.full((32, 32), float(rank()))
+        work = dist.all_gather([first, second], plain, async_op=True)
+        make_model(2)(batch(0))  # evicts what is not held
+        work.wait()
+        helpers.evict_everything()
+        dist.reduce_scatter(plain, [second, third])
+        dist.scatter(plain, [first, third] if rank() == 0 else None)
+        dist.gather(plain, [second, fourth] if rank() == 1 else None, dst=1)
+    helpers.evict_everything()
+    recorder.note("scattered", plain.clone())
+    recorder.note("model", model)
+
+
+@twin
+def inference_tensors(recorder):
+    """Made in inference mode, plain or views of managed ones, and used after it."""
+    model = make_model(4)
+    with torch.inference_mode():
+        first, second = (layer.weight.detach() for layer in model.layers[:2])
+        part = model.layers[2].weight[:16].view(-1)
+        plain = torch.full((32, 32), float(rank()))
+    helpers.evict_everything()
+    dist.all_gather([first, second], plain)
+    helpers.evict_everything()
+    dist.all_reduce(plain)
+    dist.all_reduce(part)
+    dist.scatter(plain, [first, second] if rank() == 0 else None)
+    with torch.inference_mode():
+        works = [dist.all_reduce(first, async_op=True), dist.broadcast(second, 1, async_op=True)]
+        make_model(2)(batch(0))
+        for work in works:
+            work.wait()
+    helpers.evict_everything()
+    recorder.note("plain", plain.clone())
+    recorder.note("model", model)
+
+
+@twin
+def lists_of_lists(recorder):
+    """Coalesced, as c10d takes them: every list of the outer list is managed, plain or both."""
+    model = make_model(4)
+    first, second, third, fourth = weights(model)
+    plain = torch.full((32, 32), float(rank()))
+    group = dist.group.WORLD
+    works = [group.allgather([[first, plain.clone()]], [plain])]
+    options = dist.ReduceScatterOptions()
+    works.append(group.reduce_scatter([plain.clone()], [[second, third]], options))
+    helpers.evict_everything()
+    for work in works:
+        work.wait()
+    dist.all_gather_coalesced([[second, third], [fourth, plain]], [plain * 2, plain * 3])
+    helpers.evict_everything()
+    recorder.note("plain", plain)
+    recorder.note("model", model)
+
+
+@twin
 def send_and_receive(recorder):
     model = make_model(3)
     first, second, third = weights(model)

@@ -23,6 +23,7 @@ SAMPLE = {
     "many_at_once",
     "broadcasts",
     "lists_of_managed_tensors_beside_plain_ones",
+    "lists_in_inference_mode",
     "send_and_receive",
     "a_receive_holds_until_it_is_waited_for",
     "what_does_not_fit_is_an_error_that_names_it",
