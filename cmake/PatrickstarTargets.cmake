@@ -4,6 +4,9 @@
 #   the core, named patrickstar_<folder>, from the sources in it. DEPENDS names
 #   the folders whose code it may use, so linking checks the order of the layers.
 #   A folder of headers, or one still empty, becomes an INTERFACE library.
+# patrickstar_compile_for(<folder> <isa> <source> <flag>...): compiles one source once
+#   more into the folder's target, for an instruction set. The source lies in a folder
+#   below, so that it is compiled in no other way; PATRICKSTAR_COMPILE_FOR_<isa> tells it.
 # patrickstar_benchmarks(<path>): one executable per bench_*.cc; the other sources
 #   there are shared by all of them.
 
@@ -36,6 +39,16 @@ function(patrickstar_library folder)
       patrickstar_test(${folder} "${test}")
     endforeach()
   endif()
+endfunction()
+
+function(patrickstar_compile_for folder isa source)
+  string(TOLOWER "patrickstar_${folder}_${isa}" objects)
+  add_library(${objects} OBJECT "${source}")
+  target_compile_definitions(${objects} PRIVATE PATRICKSTAR_COMPILE_FOR_${isa})
+  target_compile_options(${objects} PRIVATE ${ARGN})
+  target_include_directories(${objects} PRIVATE "${PATRICKSTAR_CORE_ROOT}")
+  target_link_libraries(${objects} PRIVATE patrickstar_options)
+  target_sources(patrickstar_${folder} PRIVATE $<TARGET_OBJECTS:${objects}>)
 endfunction()
 
 function(patrickstar_test folder source)
