@@ -151,11 +151,11 @@ def work(
             # Whole chunks, of which the last of each kind is not full.
             budget = _BYTES_PER_PARAMETER * num_parameters + (512 << 20)
             patrickstar.init(host_memory=budget, spill_dir=folder, optimizer=setting)
-        parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+        model = torch.nn.ParameterList(torch.randn(shape) for shape in shapes)
         if setting is not None:
-            patrickstar.manage(parameters)
-        made = make(parameters, **{**given, "fused": is_fused or None})
-        for parameter in parameters:
+            patrickstar.manage(model)
+        made = make(model.parameters(), **{**given, "fused": is_fused or None})
+        for parameter in model:
             torch.autograd.backward((parameter * 0.01).sum())
         for line in sys.stdin:
             torch.set_num_threads(int(line))
