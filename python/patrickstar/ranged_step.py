@@ -66,13 +66,16 @@ def step_in_ranges(optimizer: Optimizer, *, is_fused: bool = False) -> Iterator[
     """
     is_fused = is_fused and type(optimizer) in _FUSABLE
     for own_group in optimizer.param_groups:
-        group = {**own_group, "fused": True, "foreach": False} if is_fused else own_group
+        is_fusable = not any(map(_is_never_fused, own_group["params"]))
+        group = own_group
+        if is_fused and is_fusable:
+            group = {**own_group, "fused": True, "foreach": False}
         if _is_native(own_group):
             _tell_once(type(optimizer))
             yield own_group
             continue
         _make_state(optimizer, group)
-        if _is_entangled(group):
+        if _is_entangled(group) or (group.get("fused") and not is_fusable):
             yield group
             continue
         left: list[Tensor] = []
@@ -84,6 +87,12 @@ def step_in_ranges(optimizer: Optimizer, *, is_fused: bool = False) -> Iterator[
 
 def _is_native(group: Group) -> bool:
     return any(group.get(flag) for flag in ("differentiable", "capturable"))
+
+
+def _is_never_fused(parameter: Tensor) -> bool:
+    """Whether torch's fused forms refuse it, with all of its group and before any update."""
+    gradient = parameter.grad
+    return gradient is not None and (gradient.layout != torch.strided or parameter.is_complex())
 
 
 def _is_entangled(group: Group) -> bool:
