@@ -12,6 +12,7 @@
 #include "glue/adoption.h"
 #include "glue/engine.h"
 #include "glue/errors.h"
+#include "glue/fused_steps.h"
 #include "glue/gradients.h"
 #include "glue/guard.h"
 #include "glue/heap.h"
@@ -252,5 +253,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   patrickstar::RegisterHolds(module);
   patrickstar::RegisterAdoption(module);
   patrickstar::RegisterOptimizers(module);
+  patrickstar::RegisterFusedSteps(module);
   patrickstar::RegisterGradients(module);
 }

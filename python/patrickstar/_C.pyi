@@ -77,6 +77,40 @@ def stream_raw_memory(
     is_written: list[bool],
     run: Callable[[list[tuple[int, list[Tensor]]]], None],
 ) -> bool: ...
+def fused_adam_step(
+    tensors: list[Tensor],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    is_decoupled: bool,
+    amsgrad: bool,
+    maximize: bool,
+    step: float,
+) -> None: ...
+def fused_sgd_step(
+    tensors: list[Tensor],
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+) -> None: ...
+def fused_adagrad_step(
+    tensors: list[Tensor],
+    *,
+    lr: float,
+    lr_decay: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    step: float,
+) -> None: ...
+def selected_isa() -> str: ...
 def group_of(tensor: Tensor) -> int | None: ...
 def adopt_state(parameter: Tensor, state: Tensor) -> bool: ...
 def take_gradient(parameter: Tensor) -> None: ...

@@ -164,16 +164,21 @@ def _merge(arguments: Mapping[str, Any], config: object) -> dict[str, Any]:
     return {**DEFAULTS, **from_file, **environment, **given}
 
 
+# Variables that are no settings: for tests, and for choosing among kernels of one result.
+_READ_ELSEWHERE = ("stress", "isa")
+
+
 def _environment() -> dict[str, Any]:
     """The settings in ``PATRICKSTAR_<NAME>`` variables; an empty variable counts as unset."""
     settings: dict[str, Any] = {}
     for variable, text in os.environ.items():
         name = variable.removeprefix(_ENVIRONMENT_PREFIX).lower()
-        if not variable.startswith(_ENVIRONMENT_PREFIX) or not text or name == "stress":
+        if not variable.startswith(_ENVIRONMENT_PREFIX) or not text or name in _READ_ELSEWHERE:
             continue
         if name not in (*DEFAULTS, "config"):
             known = [
-                _ENVIRONMENT_PREFIX + known.upper() for known in (*DEFAULTS, "config", "stress")
+                _ENVIRONMENT_PREFIX + known.upper()
+                for known in (*DEFAULTS, "config", *_READ_ELSEWHERE)
             ]
             raise InvalidArgument(
                 f"unknown environment variable {variable}; {_nearest(variable, known)}"

@@ -32,6 +32,7 @@ from torch.optim import (
 )
 
 from patrickstar import _C
+from patrickstar.fused_step import has_kernel, step_with_kernel
 from patrickstar.step_stub import Group
 
 # Identity of a storage without access to its bytes.
@@ -206,6 +207,12 @@ class _Step:
     def _run_code(self, pieces: Iterable[tuple[Tensor, State]]) -> None:
         """Runs the optimizer's code on parameters, or ranges of them, with gradients attached."""
         states: defaultdict[Tensor, State] = defaultdict(dict, pieces)
+        if self._group.get("fused") and all(
+            has_kernel(self._optimizer, piece, state) for piece, state in states.items()
+        ):
+            for piece, state in states.items():
+                step_with_kernel(self._optimizer, self._group, piece, state)
+            return
         tensors = list(states)
         # In a loop over tensors the ranges come one after the other; a foreach operation would
         # take them all before the next one does.

@@ -68,6 +68,7 @@ class Session:
     def open(self) -> None:
         """Starts the engine and opens its doors."""
         config = self.config
+        _C.selected_isa()  # says early what is wrong with PATRICKSTAR_ISA
         _C.start(
             host_bytes=config.host_memory,
             chunk_bytes=config.chunk_size,
