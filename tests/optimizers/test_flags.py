@@ -60,16 +60,31 @@ def test_steps_have_the_plain_bytes(optimizer, options, form, budget):
             step_runs.loop_of(optimizer, given, build),
             tight=model_data * budget // 100,
             must_evict=budget < 50,
+            stress=() if budget == 100 else ("evict,poison",),
         )
 
 
-@pytest.mark.parametrize("optimizer", [*step_runs.OPTIONS])
-@pytest.mark.parametrize("form", ["loop", "foreach"])
-@pytest.mark.parametrize("num_threads", [1, pytest.param(2, marks=pytest.mark.full)])
+def large_cases() -> list[object]:
+    """Each optimizer; in the sample, in one of its forms with one thread."""
+    forms = ("loop", "foreach")
+    return [
+        pytest.param(
+            optimizer,
+            form,
+            num_threads,
+            marks=() if num_threads == 1 and form == forms[index % 2] else pytest.mark.full,
+        )
+        for index, optimizer in enumerate(step_runs.OPTIONS)
+        for form in forms
+        for num_threads in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize(("optimizer", "form", "num_threads"), large_cases())
 def test_tensors_of_many_whole_ranges(optimizer, form, num_threads):
     """At the size of range that the engine uses, with torch's threads."""
     given = step_runs.options_of(optimizer, next(iter(step_runs.OPTIONS[optimizer])), form)
-    build = partial(step_runs.Parts, optimizer, scale=300)
+    build = partial(step_runs.Parts, optimizer, scale=140 if num_threads == 1 else 300)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

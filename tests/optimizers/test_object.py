@@ -100,7 +100,7 @@ def test_a_parameter_with_few_gradients_counts_its_own_steps(is_counted_alone):
 
 
 @pytest.mark.parametrize("way", ["dict", "copy", "file", "mapped", "numbers"])
-@pytest.mark.parametrize("optimizer_type", [AdamW, SGD])
+@pytest.mark.parametrize("optimizer_type", [AdamW, pytest.param(SGD, marks=pytest.mark.full)])
 def test_saved_state_goes_on(way, optimizer_type, tmp_path):
     def loop(recorder: helpers.Recorder) -> None:
         options = {"momentum": 0.9} if optimizer_type is SGD else {}
