@@ -76,7 +76,8 @@ def step_in_ranges(optimizer: Optimizer, *, is_fused: bool = False) -> Iterator[
             yield own_group
             continue
         _make_state(optimizer, group)
-        if _is_entangled(group) or (group.get("fused") and not is_fusable):
+        is_refused = group.get("fused") and not is_fusable
+        if is_refused or _is_entangled(group) or _is_partly_begun(optimizer, group):
             yield group
             continue
         left: list[Tensor] = []
@@ -108,6 +109,18 @@ def _is_entangled(group: Group) -> bool:
     gradients = {_storage_of(p.grad) for p in parameters if p.grad.layout == torch.strided}
     num_gradients = len(parameters) if group.get("nesterov") else len(gradients)
     return len({*storages, *gradients}) < len(storages) + num_gradients
+
+
+def _is_partly_begun(optimizer: Optimizer, group: Group) -> bool:
+    """Whether SGD's foreach form takes the parameters one by one, whose bits differ in bfloat16.
+
+    It does where some have momentum and some are about to get it.
+    """
+    if type(optimizer) is not SGD or not group["momentum"] or not group["foreach"]:
+        return False
+    parameters = [p for p in group["params"] if p.grad is not None]
+    begun = {optimizer.state[p].get("momentum_buffer") is not None for p in parameters}
+    return len(begun) > 1
 
 
 _told: set[type] = set()

@@ -10,18 +10,23 @@ import contextlib
 import copy
 import gc
 import io
+import math
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 if __name__ == "__main__":
     sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import helpers
 import torch
-from parts import NUM_TOKENS, Model, make_optimizer
+from parts import NUM_TOKENS, Model, make_optimizer, make_scheduler
+from patrickstar import ranged_step
 from program import Plan, Step, draw
 from torch import nn
 from torch.nn import functional
@@ -34,21 +39,32 @@ _LIKE_THE_PARAMETER = ("exp_avg", "momentum_buffer", "square_avg", "sum", "prev"
 
 
 class Program:
-    """A plan while it runs: the model, its optimizers, and what was noted."""
+    """A plan while it runs: the model, its optimizers, and what was noted.
 
-    def __init__(self, plan: Plan, recorder: helpers.Recorder) -> None:
+    Args:
+        is_by_hand: Whether the program itself does what settings of the engine do.
+    """
+
+    def __init__(self, plan: Plan, recorder: helpers.Recorder, *, is_by_hand: bool) -> None:
         self.plan = plan
         self.recorder = recorder
+        self.is_by_hand = is_by_hand
         self.model = Model(plan)
         self.optimizers = self.make_optimizers()
+        self.schedulers = self.make_schedulers()
+        self.last_loss = 0.0
         self.name = ""
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         parameters, names = list(self.model.parameters()), self.plan.optimizers
         return [
-            make_optimizer(name, parameters[index :: len(names)])
+            make_optimizer(name, parameters[index :: len(names)], self.plan.num_groups)
             for index, name in enumerate(names)
         ]
+
+    def make_schedulers(self) -> list[Any]:
+        name = self.plan.scheduler
+        return [make_scheduler(name, optimizer) for optimizer in self.optimizers if name]
 
     def run(self) -> None:
         for index, step in enumerate(self.plan.steps):
@@ -66,8 +82,11 @@ class Program:
 
     def loss(self, route: tuple[int, ...], model: nn.Module | None = None) -> torch.Tensor:
         tokens = self.tokens()
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.plan.autocast):
-            logits = (model or self.model)(tokens, route)
+        is_cast = self.plan.autocast
+        is_cast_by_hand = self.is_by_hand and bool(self.plan.precision) and not is_cast
+        with _autocast() if is_cast else nullcontext():
+            with _autocast() if is_cast_by_hand else nullcontext():
+                logits = (model or self.model)(tokens, route)
             return functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
     def note_everything(self) -> None:
@@ -111,12 +130,14 @@ class Program:
             part = nn.Parameter(torch.randn(NUM_TOKENS) * 0.1)
             self.model.head.bias = part
             self.optimizers[0].add_param_group({"params": [part]})
+            self.schedulers = self.make_schedulers()
 
     def backward(self, step: Step, route: tuple[int, ...]) -> None:
         """One forward and backward, with what may go wrong in them."""
         with self.interrupted(step):
             loss = self.loss(route)
             self.recorder.note(f"{self.name} loss", loss)
+            self.last_loss = loss.item()
             if "evict" in step.events:
                 helpers.evict_everything()
             if not loss.requires_grad:
@@ -184,10 +205,18 @@ class Program:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.max_norm)
             self.recorder.note(f"{self.name} norm", norm)
         for optimizer in self.optimizers:
-            optimizer.step()
+            self.step(optimizer)
+        for scheduler in self.schedulers:
+            scheduler.step(*([self.last_loss] if self.plan.scheduler == "plateau" else []))
         if self.plan.is_watched:
             self.note_everything()
         self.zero_grad()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.is_by_hand and self.plan.clipping:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(parameters, self.plan.clipping)
+        optimizer.step()
 
     def after(self, step: Step) -> None:
         """Events at which models and optimizers are saved, loaded, copied, born and dead."""
@@ -207,7 +236,7 @@ class Program:
             other = Model(self.plan)
             optimizer = helpers.adamw(other)
             self.loss(step.routes[0], other).backward()
-            optimizer.step()
+            self.step(optimizer)
             self.recorder.note(f"{self.name} second", other)
 
     def reload_optimizers(self) -> None:
@@ -216,6 +245,7 @@ class Program:
         self.optimizers = self.make_optimizers()
         for optimizer, state in zip(self.optimizers, states, strict=True):
             _load_if_it_fits(optimizer, state)
+        self.schedulers = self.make_schedulers()
 
     def save_and_load(self) -> None:
         """Through a file as torch writes it, into fresh objects."""
@@ -232,6 +262,11 @@ class Program:
         self.optimizers = self.make_optimizers()
         for optimizer, state in zip(self.optimizers, states, strict=True):
             _load_if_it_fits(optimizer, state)
+        self.schedulers = self.make_schedulers()
+
+
+def _autocast() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
 
 
 def _load_if_it_fits(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -239,7 +274,9 @@ def _load_if_it_fits(optimizer: torch.optim.Optimizer, state: dict[str, Any]) ->
     groups = [[list(p.shape) for p in group["params"]] for group in optimizer.param_groups]
     if [len(group["params"]) for group in state["param_groups"]] != list(map(len, groups)):
         return
-    for shape, index in zip(groups[0], state["param_groups"][0]["params"], strict=True):
+    shapes = [shape for group in groups for shape in group]
+    indexes = [index for group in state["param_groups"] for index in group["params"]]
+    for shape, index in zip(shapes, indexes, strict=True):
         parts = state["state"].get(index, {})
         if any(part.dim() and list(part.shape) != shape
                for key, part in parts.items() if key in _LIKE_THE_PARAMETER):  # fmt: skip
@@ -254,15 +291,21 @@ def _raise(gradient: torch.Tensor) -> None:
 def check(plan: Plan) -> None:
     """Runs a plan and its twin at the plan's budget and stress; raises where they differ."""
 
-    def loop(recorder: helpers.Recorder) -> None:
+    def loop(recorder: helpers.Recorder, *, is_by_hand: bool = False) -> None:
         torch.manual_seed(plan.seed)
-        Program(plan, recorder).run()
+        Program(plan, recorder, is_by_hand=is_by_hand).run()
         gc.collect()
 
-    with warnings.catch_warnings():
+    settings = {"mixed_precision": plan.precision, "gradient_clipping": plan.clipping}
+    settings = {name: value for name, value in settings.items() if value}
+    with (
+        warnings.catch_warnings(),
+        mock.patch.object(ranged_step, "RANGE_ELEMENTS", plan.range_elements),
+    ):
         warnings.simplefilter("ignore")  # torch's own about recomputation and schedulers
         sizes = [p.nbytes for p in Model(plan).parameters()]
-        own_set = _MOST_OPERANDS * max(*sizes, plan.chunk_bytes)
+        largest = max(*sizes, plan.chunk_bytes)
+        own_set = _MOST_OPERANDS * math.ceil(largest / helpers.CHUNK_BYTES) * helpers.CHUNK_BYTES
         tight = max(int(plan.budget_share * 4 * sum(sizes)), own_set)
         helpers.twin(
             loop,
@@ -270,6 +313,9 @@ def check(plan: Plan) -> None:
             chunk_size=plan.chunk_bytes,
             stress=(plan.stress,),
             must_evict=tight < 2 * sum(sizes),
+            by_hand=partial(loop, is_by_hand=True),
+            optimizer=plan.setting,
+            **settings,
         )
 
 

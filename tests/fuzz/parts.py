@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from program import Plan
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
+from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 32
@@ -202,9 +204,61 @@ class ByHand(torch.optim.Optimizer):
                 parameter.sub_(state["average"] * group["lr"] + parameter.sign() * 1e-5)
 
 
-def make_optimizer(name: str, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-    """An optimizer by its name in a plan."""
-    makers = {
+Maker = Callable[[Any], torch.optim.Optimizer]
+
+
+def make_optimizer(
+    name: str, parameters: Sequence[torch.Tensor], num_groups: int
+) -> torch.optim.Optimizer:
+    """An optimizer by its name in a plan; a second group has a rate of its own."""
+    maker = {**_plain_makers(), **_makers_with_flags()}[name]
+    if name == "adafactor":
+        parameters = [parameter for parameter in parameters if parameter.numel()]
+    if num_groups == 1:
+        return maker(parameters)
+    return maker([{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.003}])
+
+
+def make_scheduler(name: str, optimizer: torch.optim.Optimizer) -> Any:
+    """A scheduler by its name in a plan."""
+    if name == "step":
+        return lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    if name == "exponential":
+        return lr_scheduler.ExponentialLR(optimizer, 0.9)
+    if name == "plateau":
+        return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+    assert name == "one cycle"
+    cycles = "betas" in optimizer.defaults or "momentum" in optimizer.defaults
+    return lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=100, cycle_momentum=cycles)
+
+
+def _makers_with_flags() -> dict[str, Maker]:
+    """Those of torch's element-wise optimizers, and forms, beside the usual ones."""
+    t = torch.optim
+    return {
+        "adam tensor lr": lambda p: t.Adam(p, torch.tensor(0.01), foreach=False),
+        "amsgrad fused": lambda p: t.Adam(p, 0.01, amsgrad=True, fused=True),
+        "sgd dampening": lambda p: t.SGD(p, 0.1, 0.9, 0.3, weight_decay=0.01, maximize=True),
+        "sgd nesterov foreach": lambda p: t.SGD(p, 0.1, 0.9, nesterov=True, foreach=True),
+        "sgd fused": lambda p: t.SGD(p, 0.1, fused=True),
+        "rmsprop foreach": lambda p: t.RMSprop(p, 1e-3, weight_decay=0.1, foreach=True),
+        "adagrad decay": lambda p: t.Adagrad(p, 0.01, lr_decay=0.1, weight_decay=0.1),
+        "adagrad fused": lambda p: t.Adagrad(p, 0.01, fused=True),
+        "adadelta maximize": lambda p: t.Adadelta(p, 0.1, maximize=True, foreach=True),
+        "adamax foreach": lambda p: t.Adamax(p, 0.01, weight_decay=0.1, foreach=True),
+        "nadam foreach": lambda p: t.NAdam(p, 0.01, weight_decay=0.1, foreach=True),
+        "nadam decoupled": lambda p: t.NAdam(
+            p, 0.01, weight_decay=0.1, decoupled_weight_decay=True
+        ),
+        "radam foreach": lambda p: t.RAdam(p, 0.01, (0.5, 0.7), foreach=True),
+        "radam decoupled": lambda p: t.RAdam(
+            p, 0.01, (0.5, 0.7), weight_decay=0.1, decoupled_weight_decay=True
+        ),
+    }
+
+
+def _plain_makers() -> dict[str, Maker]:
+    return {
         "adam": lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1),
         "amsgrad": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),
         "adamw loop": lambda p: torch.optim.AdamW(p, 0.01, foreach=False),
@@ -221,7 +275,6 @@ def make_optimizer(name: str, parameters: Sequence[torch.Tensor]) -> torch.optim
         "radam": lambda p: torch.optim.RAdam(p, 0.01),
         "rprop": lambda p: torch.optim.Rprop(p, 1e-3),
         "asgd": lambda p: torch.optim.ASGD(p, 0.01),
-        "adafactor": lambda p: torch.optim.Adafactor([q for q in p if q.numel()], 0.01),
+        "adafactor": lambda p: torch.optim.Adafactor(p, 0.01),
         "by hand": lambda p: ByHand(p, 0.01),
     }
-    return makers[name](parameters)

@@ -19,10 +19,40 @@ KINDS = (
 )  # fmt: skip
 ANY_DTYPE = ("linear", "norm", "odd", "wide", "scalars", "read by parent")
 OPTIMIZERS = (
-    "adam", "amsgrad", "adamw loop", "adamw foreach", "adamw fused", "adamw maximize", "sgd",
-    "sgd nesterov", "rmsprop", "adagrad", "adadelta", "adamax", "nadam", "radam", "rprop", "asgd",
-    "adafactor", "by hand",
-)  # fmt: skip
+    "adam",
+    "amsgrad",
+    "adamw loop",
+    "adamw foreach",
+    "adamw fused",
+    "adamw maximize",
+    "sgd",
+    "sgd nesterov",
+    "rmsprop",
+    "adagrad",
+    "adadelta",
+    "adamax",
+    "nadam",
+    "radam",
+    "rprop",
+    "asgd",
+    "adafactor",
+    "by hand",
+    "adam tensor lr",
+    "amsgrad fused",
+    "sgd dampening",
+    "sgd nesterov foreach",
+    "sgd fused",
+    "rmsprop foreach",
+    "adagrad decay",
+    "adagrad fused",
+    "adadelta maximize",
+    "adamax foreach",
+    "nadam foreach",
+    "nadam decoupled",
+    "radam foreach",
+    "radam decoupled",
+)
+SCHEDULERS = ("step", "one cycle", "plateau", "exponential")  # fmt: skip
 EVENTS = (
     "freeze or unfreeze", "edit in place", "re-point", "load in place", "load by assignment",
     "deepcopy", "save and load", "evaluate", "drop some gradients", "give the batch up",
@@ -79,6 +109,12 @@ class Plan:
         set_to_none: What ``zero_grad`` does.
         is_watched: Whether everything is noted in each step, not only at the end.
         chunk_bytes, budget_share, stress: How the managed twin runs.
+        num_groups: Parameter groups of each optimizer; the second has options of its own.
+        scheduler: Of ``SCHEDULERS``; empty for none.
+        setting: The ``optimizer`` setting of the managed twin.
+        range_elements: In how large ranges its optimizers step.
+        precision: Its ``mixed_precision``, which plain PyTorch writes by hand; empty for none.
+        clipping: Its ``gradient_clipping``, which plain PyTorch does by hand; 0 for none.
     """
 
     seed: int
@@ -93,6 +129,12 @@ class Plan:
     chunk_bytes: int
     budget_share: float
     stress: str
+    num_groups: int
+    scheduler: str
+    setting: str
+    range_elements: int
+    precision: str
+    clipping: float
 
 
 def draw(seed: int) -> Plan:
@@ -114,6 +156,12 @@ def draw(seed: int) -> Plan:
         chunk_bytes=choose.choice((4096, 4096, 8192, 10007, 32768)),
         budget_share=choose.choice((0.15, 0.3, 0.6)),
         stress=choose.choice(("evict", "poison", "evict,poison", "evict,poison,delay")),
+        num_groups=choose.choice((1, 1, 2)),
+        scheduler=choose.choice(("", "", *SCHEDULERS)),
+        setting=choose.choice(("auto", "auto", "auto", "native")),
+        range_elements=choose.choice((64, 192, 1024, 1 << 17)),
+        precision=choose.choice(("", "", "", "bf16")),
+        clipping=choose.choice((0, 0, 0, 0.05)),
     )
 
 

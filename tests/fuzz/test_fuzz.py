@@ -44,3 +44,8 @@ def test_every_choice_is_met_by_some_seed():
     assert any(block.same_as is not None for block in blocks)
     assert any(block.tied_to is not None for block in blocks)
     assert any(block.is_frozen for block in blocks)
+    assert {plan.scheduler for plan in plans} == {"", *program.SCHEDULERS}
+    assert {plan.setting for plan in plans} == {"auto", "native"}
+    assert {plan.num_groups for plan in plans} == {1, 2}
+    assert any(plan.precision for plan in plans)
+    assert any(plan.clipping for plan in plans)

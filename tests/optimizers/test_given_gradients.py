@@ -124,6 +124,22 @@ def test_momentum_that_comes_and_goes(momenta):
     step_runs.check(loop)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_momentum_that_begins_at_different_steps(dtype, foreach):
+    """In bfloat16, foreach operations with a number have other bits than one by one."""
+
+    def loop(recorder: helpers.Recorder) -> None:
+        p, late = parameter(dtype=dtype), parameter(700, dtype=dtype)
+        optimizer = SGD([p, late], 0.1, momentum=0.9497, nesterov=True, foreach=foreach)
+        for step in range(5):
+            give_gradients(*([p] if step < 3 else [p, late]))
+            optimizer.step()
+            step_runs.note(recorder, f"step {step}", [p, late], optimizer)
+
+    step_runs.check(loop)
+
+
 def test_amsgrad_that_comes_late():
     def loop(recorder: helpers.Recorder) -> None:
         p, q = parameter(), parameter(700)
