@@ -27,7 +27,9 @@ class AccessSet {
     ManagedStorage* const storage = ManagedStorageOf(tensor);
     if (storage == nullptr) return;
     if (!is_written && are_read_leases_skipped.load(std::memory_order_relaxed)) return;
-    Add(storage->slot()->chunk, is_written ? Access::kWrite : Access::kRead);
+    Slot* const slot = storage->slot();
+    if (is_written) ForgetNorm(slot);
+    Add(slot->chunk, is_written ? Access::kWrite : Access::kRead);
   }
 
   void Add(ChunkId chunk, Access access) {
