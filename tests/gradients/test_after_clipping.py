@@ -249,24 +249,31 @@ def test_a_neighbour_in_the_chunk_is_read():
     )
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_a_step_in_windows(nesterov):
+def test_a_step_in_windows():
     """One layer's parameter, gradient and state are more than the budget."""
 
-    def loop(recorder):
-        model = nn.Linear(1024, 1024, bias=False)
+    def loop(recorder, foreach, nesterov):
+        model = nn.Linear(256, 256, bias=False)
         optimizer = torch.optim.SGD(
-            model.parameters(), lr=0.1, momentum=0.9, nesterov=nesterov, foreach=nesterov
+            model.parameters(), lr=0.1, momentum=0.9, nesterov=nesterov, foreach=foreach
         )
-        for step in range(2):
-            model(torch.randn(4, 1024)).pow(2).mean().backward()
+        for step in range(4):
+            model(torch.randn(4, 256)).pow(2).mean().backward()
             helpers.evict_everything()
             recorder.note(f"{step} norm", loops.clip(model))
+            helpers.evict_everything()
             optimizer.step()
+            helpers.evict_everything()
             recorder.note(f"{step}", [model, optimizer])
             optimizer.zero_grad()
 
-    helpers.twin(loop, tight="9MiB", chunk_size="4MiB", stress=())
+    for foreach, nesterov in ((False, False), (True, True)):
+        helpers.twin(
+            lambda recorder, f=foreach, n=nesterov: loop(recorder, f, n),
+            tight="640KiB",
+            chunk_size="256KiB",
+            stress=STRESS,
+        )
 
 
 def test_two_readers_at_once_multiply_once():
