@@ -27,9 +27,7 @@ class AccessSet {
     ManagedStorage* const storage = ManagedStorageOf(tensor);
     if (storage == nullptr) return;
     if (!is_written && are_read_leases_skipped.load(std::memory_order_relaxed)) return;
-    Slot* const slot = storage->slot();
-    if (is_written) ForgetNorm(slot);
-    Add(slot->chunk, is_written ? Access::kWrite : Access::kRead);
+    Add(storage->slot()->chunk, is_written ? Access::kWrite : Access::kRead);
   }
 
   void Add(ChunkId chunk, Access access) {

@@ -127,15 +127,6 @@ bool TryAcquireWithoutGil(Engine* engine, std::span<const ChunkAccess> set, Leas
   });
 }
 
-void SettleLeased(Engine* engine, std::span<const ChunkAccess> set, LeaseKind kind) {
-  try {
-    engine->registry().notes().Settle(&engine->store(), set);
-  } catch (...) {
-    engine->store().Release(set, kind);
-    throw;
-  }
-}
-
 GilReleaseIfHeld::GilReleaseIfHeld()
     : state_(PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr) {}
 

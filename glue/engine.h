@@ -85,10 +85,6 @@ void AcquireWithoutGil(Engine* engine, std::span<const ChunkAccess> set, LeaseKi
 bool TryAcquireWithoutGil(Engine* engine, std::span<const ChunkAccess> set, LeaseKind kind,
                           std::string_view what);
 
-// Multiplies gradients in `set`, which the caller has just leased, by what they are owed.
-// Throws: what torch's mul_ throws; the leases have ended then.
-void SettleLeased(Engine* engine, std::span<const ChunkAccess> set, LeaseKind kind);
-
 // An op lease for as long as it lives. `set` must outlive it.
 class TorchLease {
  public:
@@ -97,7 +93,6 @@ class TorchLease {
     if (!engine_.store().TryAcquire(set_, LeaseKind::kOp)) {
       AcquireWithoutGil(engine, set_, LeaseKind::kOp, what);
     }
-    if (engine_.registry().notes().has_factors()) SettleLeased(engine, set_, LeaseKind::kOp);
   }
   ~TorchLease() { engine_.store().Release(set_, LeaseKind::kOp); }
   TorchLease(const TorchLease&) = delete;

@@ -5,13 +5,11 @@
 
 #include <algorithm>
 #include <array>
-#include <optional>
 #include <utility>
 #include <vector>
 
 #include "glue/access_set.h"
 #include "glue/errors.h"
-#include "glue/gradients.h"
 #include "glue/managed_storage.h"
 #include "glue/optimizers.h"
 #include "glue/sparse_parts.h"
@@ -127,16 +125,6 @@ IValue CopyOfManaged(const IValue& value) {
   return copies;
 }
 
-// Whether the arguments of a norm ask for the one that is noted: of order 2, over all elements,
-// in the tensor's own type.
-bool IsNotedNorm(NormOp norm, const std::vector<IValue>& arguments) {
-  const IValue& order = arguments[1];
-  const bool is_over_all =
-      norm == NormOp::kEach || (arguments[2].isNone() && !arguments[3].toBool());
-  return order.isScalar() && !order.isComplexDouble() && order.toScalar().equal(2.0) &&
-         is_over_all && arguments.back().isNone();
-}
-
 // What an object keeps must not move: it gets memory of its own.
 void CallOnCopies(const OpFacts& facts, const OperatorHandle& op, Stack* stack) {
   const size_t begin = stack->size() - facts.num_arguments;
@@ -173,9 +161,6 @@ void GuardKernel::operator()(const OperatorHandle& op, DispatchKeySet keys, Stac
   }
   if (facts_.is_rebinding) return Rebind(engine, op, keys, stack);
   if (facts_.is_keeping) return CallOnCopies(facts_, op, stack);
-  if (facts_.norm != NormOp::kNone && !OpScope::is_inside()) {
-    return RunNorms(engine, op, keys, stack);
-  }
   Run(engine, op, keys, stack);
   FixResults(facts_, stack);
 }
@@ -225,40 +210,6 @@ void GuardKernel::RunInParts(Engine* engine, const OperatorHandle& op, DispatchK
     }
   }
   for (IValue& result : results) stack->push_back(std::move(result));
-}
-
-// Takes the norms that are not known of tensors alone.
-void GuardKernel::RunNorms(Engine* engine, const OperatorHandle& op, DispatchKeySet keys,
-                           Stack* stack) const {
-  std::vector<IValue> arguments(stack->end() - static_cast<std::ptrdiff_t>(facts_.num_arguments),
-                                stack->end());
-  if (!IsNotedNorm(facts_.norm, arguments)) return Run(engine, op, keys, stack);
-  if (facts_.norm == NormOp::kOne) {
-    const std::optional<at::Tensor> norm = FindNorm(engine, arguments[0].toTensor());
-    if (!norm) return Run(engine, op, keys, stack);
-    torch::jit::drop(*stack, facts_.num_arguments);
-    return stack->push_back(*norm);
-  }
-  std::vector<std::optional<at::Tensor>> known;
-  c10::List<at::Tensor> unknown;
-  for (const IValue& tensor : arguments[0].toListRef()) {
-    known.push_back(FindNorm(engine, tensor.toTensor()));
-    if (!known.back()) unknown.push_back(tensor.toTensor());
-  }
-  torch::jit::drop(*stack, facts_.num_arguments);
-  c10::List<at::Tensor> found;
-  if (!unknown.empty()) {
-    arguments[0] = unknown;
-    for (const IValue& argument : arguments) stack->push_back(argument);
-    Run(engine, op, keys, stack);
-    found = torch::jit::pop(*stack).toTensorList();
-  }
-  c10::List<at::Tensor> norms;
-  size_t num_found = 0;
-  for (const std::optional<at::Tensor>& norm : known) {
-    norms.push_back(norm ? *norm : found.get(num_found++));
-  }
-  stack->emplace_back(std::move(norms));
 }
 
 // set_ moves no data: a tensor takes another's storage. Between a managed and an ordinary

@@ -90,8 +90,6 @@ class GuardKernel final : public c10::OperatorKernel {
            torch::jit::Stack* stack) const;
   void RunInParts(Engine* engine, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack, size_t length) const;
-  void RunNorms(Engine* engine, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-                torch::jit::Stack* stack) const;
   void Rebind(Engine* engine, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
               torch::jit::Stack* stack) const;
 

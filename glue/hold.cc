@@ -14,12 +14,9 @@ Hold::Hold(Engine* engine, std::vector<HeldStorage> storages, std::string_view w
   try {
     for (const HeldStorage& held : storages_) {
       const ManagedStorage* const storage = ManagedStorageOf(held.storage.unsafeGetStorageImpl());
-      if (storage == nullptr) continue;
-      if (held.access == Access::kWrite) ForgetNorm(storage->slot());
-      set_.Add(storage->slot()->chunk, held.access);
+      if (storage != nullptr) set_.Add(storage->slot()->chunk, held.access);
     }
     AcquireWithoutGil(engine_, set_.accesses(), LeaseKind::kHeld, what);
-    SettleLeased(engine_, set_.accesses(), LeaseKind::kHeld);
   } catch (...) {
     engine_->RemoveHold();
     throw;

@@ -18,7 +18,6 @@
 #include <atomic>
 #include <string>
 
-#include "glue/gradient_notes.h"
 #include "patrickstar/base/types.h"
 
 namespace patrickstar {
@@ -34,17 +33,10 @@ struct Slot {
   size_t index = 0;  // of the extent in the group
   std::string name;  // for messages; guarded by the registry
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-  GradientNote note;
   Slot* next_dead = nullptr;
 
   Slot() : storage(c10::intrusive_ptr<c10::StorageImpl>()) {}
 };
-
-// Before every write to what is in the slot.
-inline void ForgetNorm(Slot* slot) {
-  std::atomic<bool>& has_norm = slot->note.has_norm;
-  if (has_norm.load(std::memory_order_relaxed)) has_norm.store(false, std::memory_order_relaxed);
-}
 
 class ManagedStorage final : public c10::StorageImpl {
  public:

@@ -73,11 +73,6 @@ LikeOp LikeOpOf(const std::string& name, const std::string& overload) {
   return LikeOp::kNone;
 }
 
-NormOp NormOpOf(std::string_view full_name) {
-  if (full_name == "aten::linalg_vector_norm") return NormOp::kOne;
-  return full_name == "aten::_foreach_norm.Scalar" ? NormOp::kEach : NormOp::kNone;
-}
-
 // Packed weights of quantized layers and the like. (The work that collectives return is of
 // the kind too; they have a guard of their own.)
 bool IsKeeping(const c10::FunctionSchema& schema) {
@@ -108,8 +103,7 @@ OpFacts::OpFacts(const c10::FunctionSchema& schema)
       may_resize(MayResize(schema)),
       is_list_op(IsListOp(schema)),
       is_keeping(IsKeeping(schema)),
-      like(LikeOpOf(schema.name(), schema.overload_name())),
-      norm(NormOpOf(name)) {
+      like(LikeOpOf(schema.name(), schema.overload_name())) {
   for (size_t index = 0; index < num_arguments; ++index) {
     const c10::Argument& argument = schema.arguments()[index];
     if (!MayHoldTensors(argument.type())) continue;

@@ -17,9 +17,6 @@ namespace patrickstar {
 // Allocations that a native optimizer makes for its state: answered with a managed tensor.
 enum class LikeOp : uint8_t { kNone, kEmpty, kZeros, kOnes, kFull, kClone };
 
-// Norms that the engine may know without the bytes: of one tensor, of each of a list.
-enum class NormOp : uint8_t { kNone, kOne, kEach };
-
 struct OpFacts {
   explicit OpFacts(const c10::FunctionSchema& schema);
 
@@ -38,7 +35,6 @@ struct OpFacts {
   bool is_list_op = false;     // works index by index on lists of one length
   bool is_keeping = false;     // returns an object that keeps arguments, to be read raw later
   LikeOp like = LikeOp::kNone;
-  NormOp norm = NormOp::kNone;
 };
 
 // Calls `visit` with each tensor of an argument: itself, or the elements of its lists.

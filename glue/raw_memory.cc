@@ -26,7 +26,6 @@ class LeaseIfItFits {
     } else if (!engine_.store().TryAcquire(set_, LeaseKind::kOp)) {
       is_taken_ = TryAcquireWithoutGil(engine, set_, LeaseKind::kOp, what);
     }
-    if (is_taken_) SettleLeased(engine, set_, LeaseKind::kOp);
   }
   ~LeaseIfItFits() {
     if (is_taken_ && !set_.empty()) engine_.store().Release(set_, LeaseKind::kOp);
@@ -64,19 +63,12 @@ class LentStorages {
   std::vector<c10::Storage> storages_;
 };
 
-// What one slot is owed, and where it lies.
-struct OwedSlot {
-  Slot* slot = nullptr;
-  at::ScalarType dtype = at::ScalarType::Undefined;
-  std::vector<at::Tensor> factors;
-};
-
 // Where the tensors of rows lie in the chunks of their group.
 class RowWindows {
  public:
   // None when the managed tensors are not of one group, or no row has one.
   static std::optional<RowWindows> Of(const std::vector<std::vector<at::Tensor>>& rows,
-                                      const std::vector<bool>& is_written, GradientNotes* notes) {
+                                      const std::vector<bool>& is_written) {
     RowWindows result(rows);
     std::optional<size_t> group;
     for (const std::vector<at::Tensor>& row : rows) {
@@ -86,8 +78,6 @@ class RowWindows {
         if (group.value_or(storage->slot()->group) != storage->slot()->group) return std::nullopt;
         group = storage->slot()->group;
         result.AddChunk(*storage->slot(), row[column].element_size(), is_written[column]);
-        if (is_written[column]) ForgetNorm(storage->slot());
-        result.AddOwed(storage->slot(), row[column].scalar_type(), notes);
       }
       if (ManagedStorageOf(row[0]) == nullptr) return std::nullopt;
     }
@@ -96,27 +86,6 @@ class RowWindows {
   }
 
   const std::vector<StreamedChunk>& chunks() const { return chunks_; }
-
-  // Multiplies what the windows show by what it is owed.
-  void SettleIn(int64_t first, int64_t count, std::span<std::byte* const> windows) const {
-    for (const OwedSlot& owed : owed_) {
-      const Slot& slot = *owed.slot;
-      const auto element_size = static_cast<int64_t>(c10::elementSize(owed.dtype));
-      const int64_t slot_first = slot.byte_offset / element_size;
-      const int64_t begin = std::max(first, slot_first);
-      const int64_t end = std::min(first + count, slot_first + slot.num_bytes / element_size);
-      if (begin >= end) continue;
-      MultiplyMemory(windows[indexes_.at(slot.chunk)] + (begin - first) * element_size, end - begin,
-                     owed.dtype, owed.factors);
-    }
-  }
-
-  // What has been written back is not owed any more.
-  void DropWritten(GradientNotes* notes) const {
-    for (const OwedSlot& owed : owed_) {
-      if (IsWritten(owed.slot->chunk)) notes->DropFactors(owed.slot, owed.factors.size());
-    }
-  }
 
   std::vector<RowPiece> PiecesIn(int64_t first, int64_t count, std::span<std::byte* const> windows,
                                  LentStorages* lent) const {
@@ -151,19 +120,6 @@ class RowWindows {
     }
   }
 
-  void AddOwed(Slot* slot, at::ScalarType dtype, GradientNotes* notes) {
-    const bool is_known = std::any_of(owed_.begin(), owed_.end(),
-                                      [slot](const OwedSlot& owed) { return owed.slot == slot; });
-    if (is_known) return;
-    std::vector<at::Tensor> factors = notes->FactorsOf(slot);
-    if (factors.empty()) return;
-    owed_.push_back({.slot = slot, .dtype = dtype, .factors = std::move(factors)});
-  }
-
-  bool IsWritten(ChunkId chunk) const {
-    return chunks_[indexes_.at(chunk)].access == Access::kWrite;
-  }
-
   // `count` elements of the tensor from its `offset`th on, in the order of memory.
   at::Tensor Piece(const at::Tensor& tensor, int64_t offset, int64_t count, int64_t first,
                    std::span<std::byte* const> windows) const {
@@ -180,7 +136,6 @@ class RowWindows {
   const std::vector<std::vector<at::Tensor>>& rows_;
   std::vector<StreamedChunk> chunks_;
   std::unordered_map<ChunkId, size_t> indexes_;  // of chunks_
-  std::vector<OwedSlot> owed_;
 };
 
 }  // namespace
@@ -214,20 +169,16 @@ bool RunOnRawMemory(Engine* engine, const std::vector<at::Tensor>& tensors,
 bool StreamRawMemory(Engine* engine, const std::vector<std::vector<at::Tensor>>& rows,
                      const std::vector<bool>& is_written,
                      const std::function<void(std::vector<RowPiece>)>& pass) {
-  GradientNotes& notes = engine->registry().notes();
-  const std::optional<RowWindows> row_windows = RowWindows::Of(rows, is_written, &notes);
+  const std::optional<RowWindows> row_windows = RowWindows::Of(rows, is_written);
   if (!row_windows) return false;
   const GilReleaseIfHeld without_gil;
-  const bool is_done = ThroughTorch([&] {
+  return ThroughTorch([&] {
     return engine->store().Stream(row_windows->chunks(), [&](int64_t first, int64_t count,
                                                              std::span<std::byte* const> windows) {
-      row_windows->SettleIn(first, count, windows);
       LentStorages lent;
       pass(row_windows->PiecesIn(first, count, windows, &lent));
     });
   });
-  if (is_done) row_windows->DropWritten(&notes);
-  return is_done;
 }
 
 std::optional<size_t> GroupOf(const at::Tensor& tensor) {

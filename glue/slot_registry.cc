@@ -90,7 +90,6 @@ void SlotRegistry::Bind(std::unique_ptr<Slot> slot, ManagedStorage* storage) {
 }
 
 std::unique_ptr<Slot> SlotRegistry::Unbind(Slot* slot) {
-  notes_.Forget(slot);
   std::lock_guard lock(bindings_mutex_);
   std::vector<std::unique_ptr<Slot>>& slots = bindings_[slot->chunk].slots;
   const auto position = std::find_if(
@@ -142,12 +141,6 @@ void SlotRegistry::Vacate(size_t group, size_t index, ChunkId chunk) {
   if (store_->Discard(chunk, content)) chunks.Reset(chunk, is_zero);
 }
 
-bool SlotRegistry::is_attached(ChunkId chunk) const {
-  std::lock_guard lock(bindings_mutex_);
-  const auto binding = bindings_.find(chunk);
-  return binding != bindings_.end() && binding->second.data != nullptr;
-}
-
 void SlotRegistry::Rename(ManagedStorage* storage, const std::string& name) {
   std::lock_guard lock(bindings_mutex_);
   storage->slot()->name = name;
@@ -166,7 +159,6 @@ void SlotRegistry::MakePlain(ManagedStorage* storage) {
   {
     const ChunkAccess access{.chunk = slot->chunk, .access = Access::kRead};
     const OpLease lease(store_, std::span(&access, 1), "unmanage");
-    notes_.Settle(store_, std::span(&access, 1));
     std::memcpy(data.get(), store_->data(slot->chunk) + slot->byte_offset, storage->nbytes());
     unbound = Unbind(slot);
     std::lock_guard lock(bindings_mutex_);  // others may ask for its name

@@ -49,12 +49,6 @@ class SlotRegistry final : public Binder {
   // groups without one their chunks.
   void FreeDeadSlots();
 
-  // What is known of gradients without their bytes.
-  GradientNotes& notes() { return notes_; }
-
-  // Whether storages point at the payload of the chunk.
-  bool is_attached(ChunkId chunk) const;
-
   void Rename(ManagedStorage* storage, const std::string& name);
   std::string NameOf(ManagedStorage* storage);
 
@@ -70,9 +64,8 @@ class SlotRegistry final : public Binder {
   // Else it answers with an error.
   void SetObserved(bool is_observed);
 
-  // fork(): all mutexes are held across it, that of the notes first, the bindings' last.
+  // fork(): both mutexes are held across it, with the store's between them.
   void PrepareFork() {
-    notes_.PrepareFork();
     mutex_.lock();
     store_->PrepareFork();
     bindings_mutex_.lock();
@@ -81,13 +74,11 @@ class SlotRegistry final : public Binder {
     bindings_mutex_.unlock();
     store_->ResumeParent();
     mutex_.unlock();
-    notes_.Resume();
   }
   void ResumeChild() {
     bindings_mutex_.unlock();
     store_->ResumeChild();
     mutex_.unlock();
-    notes_.Resume();
   }
 
   void Attach(ChunkId chunk, std::byte* data) noexcept override;
@@ -106,12 +97,11 @@ class SlotRegistry final : public Binder {
   void Vacate(size_t group, size_t index, ChunkId chunk);
 
   ChunkStore* store_ = nullptr;
-  GradientNotes notes_{this};
   std::mutex mutex_;
   std::deque<std::optional<ChunkGroup>> groups_;  // empty: every tensor of it died
   std::vector<size_t> free_groups_;               // indexes of the empty ones
 
-  mutable std::mutex bindings_mutex_;
+  std::mutex bindings_mutex_;
   std::unordered_map<ChunkId, Binding> bindings_;
   bool is_observed_ = false;
 };

@@ -41,14 +41,11 @@
 #include <ATen/ops/view_ops.h>
 
 #include <memory>
-#include <tuple>
 #include <type_traits>
 #include <unordered_map>
-#include <vector>
 
 #include "glue/access_set.h"
 #include "glue/engine.h"
-#include "glue/gradients.h"
 #include "glue/guard_kernel.h"
 #include "glue/op_facts.h"
 
@@ -89,17 +86,6 @@ class TypedGuard<Op, Result(Arguments...)> {
     static const OpFacts facts(Handle().schema());
     // Results of these views have their argument's keys.
     if (!facts.is_data_needed) return Op::redispatch(BelowGuard(keys), arguments...);
-    if constexpr (std::is_same_v<Op, ops::mul__Tensor>) {
-      const auto [self, factor] = std::tie(arguments...);
-      if (!OpScope::is_inside() && PutOffFactor(engine, self, factor)) return self;
-    }
-    if constexpr (std::is_same_v<Op, ops::_foreach_mul__Tensor>) {
-      const auto [self, factor] = std::tie(arguments...);
-      const bool is_scalar = factor.dim() == 0;  // else torch says what is wrong
-      const auto rest = is_scalar ? PutOffFactor(engine, self, factor) : self.vec();
-      if (rest.empty()) return;
-      if (rest.size() != self.size()) return Call(keys, rest, factor);
-    }
     AccessSet set;
     size_t index = 0;
     (AddIfTensor(arguments, facts.is_written(index++), &set), ...);
