@@ -231,6 +231,7 @@ def test_threads_step_models_of_their_own():
     def loop(recorder: helpers.Recorder) -> None:
         models = [helpers.Stack() for _ in range(3)]
         batches = torch.randn(3, 5, 4, 32)
+        recorder.note("before", [model(batches[0, 0]) for model in models])  # adopts them
         failures: list[BaseException] = []
 
         def train(model: nn.Module, inputs: torch.Tensor) -> None:
