@@ -20,8 +20,9 @@ from patrickstar import _C
 ROOT = Path(__file__).resolve().parents[2]
 IS_X86 = platform.machine() == "x86_64"
 
-# Functions compiled for one instruction set, and called only where the CPU has it.
-DISPATCHED = re.compile(r"Sse42|Avx2|Avx512")
+# Functions compiled for one instruction set, and called only where the CPU has it. All of the
+# namespace kernels is: it is compiled once for each set, into names of its own.
+DISPATCHED = re.compile(r"Sse42|Avx2|Avx512|patrickstar::kernels::")
 
 TRAIN = """
     import sys, helpers, patrickstar
