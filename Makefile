@@ -2,7 +2,7 @@
 #
 # make setup     .venv with torch, the tools and PatrickStar itself (editable)
 # make demo      a transformer trained larger than memory, next to plain PyTorch
-# make test      C++ and Python tests, the sample that fits in 15 minutes
+# make test      C++ and Python tests, the sample: about 20 minutes on two cores
 # make test-all  every test, and the C++ ones also under the sanitizers
 # make check     format, lint, types, layers, sizes, docs, errors
 # make bench     benchmarks, each with its baseline
