@@ -222,6 +222,10 @@ class Adopter:
             return
         _C.install_guard()  # for ops that came with the module's own libraries
         self.adopt_module(module)
+        self.end_building()
+
+    def end_building(self) -> None:
+        """From the first call or step on, memory is for training."""
         if self._is_building:
             self._is_building = False
             _C.tune_malloc(False)

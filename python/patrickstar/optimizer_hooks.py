@@ -82,6 +82,7 @@ class OptimizerHooks:
                 return arguments
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._adopter.adopt_tensors(parameters)
+        self._adopter.end_building()
         _adopt_state(optimizer)
         _C.begin_native_step(sys._getframe(1))  # of the wrapper that torch puts around step()
         if self._form != "native" and can_step_in_ranges(optimizer):
