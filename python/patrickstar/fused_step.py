@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from patrickstar import _C
-from patrickstar.step_stub import Group
-
-State = dict[str, Any]
+from patrickstar.step_stub import Group, State
 
 
 def has_kernel(optimizer: Optimizer, parameter: Tensor, state: State) -> bool:

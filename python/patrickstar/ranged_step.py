@@ -8,6 +8,7 @@ them, and its temporaries are as small as the range.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import logging
@@ -33,7 +34,7 @@ from torch.optim import (
 
 from patrickstar import _C
 from patrickstar.fused_step import has_kernel, step_with_kernel
-from patrickstar.step_stub import Group
+from patrickstar.step_stub import Group, State, copy_of
 
 # Identity of a storage without access to its bytes.
 _storage_of: Callable[[Tensor], int] = getattr(torch._C, "_storage_address")  # noqa: B009 - no stub
@@ -48,8 +49,6 @@ _FUSABLE = (Adagrad, Adam, AdamW, SGD)
 # Elements of a range: with gradient, state and temporaries it stays in a core's own cache, and
 # torch's fixed cost of an operation is small against its work.
 RANGE_ELEMENTS = 1 << 17
-
-State = dict[str, Any]
 
 
 def can_step_in_ranges(optimizer: Optimizer) -> bool:
@@ -72,7 +71,7 @@ def step_in_ranges(optimizer: Optimizer, *, is_fused: bool = False) -> Iterator[
         if is_fused and is_fusable:
             group = {**own_group, "fused": True, "foreach": False}
         if _is_native(own_group):
-            _tell_once(type(optimizer))
+            _tell_once(type(optimizer).__name__)
             yield own_group
             continue
         _make_state(optimizer, group)
@@ -123,16 +122,9 @@ def _is_partly_begun(optimizer: Optimizer, group: Group) -> bool:
     return len(begun) > 1
 
 
-_told: set[type] = set()
-
-
-def _tell_once(optimizer_type: type) -> None:
-    if optimizer_type not in _told:
-        _told.add(optimizer_type)
-        _logger.info(
-            "%s with differentiable or capturable runs its own code on whole tensors",
-            optimizer_type.__name__,
-        )
+@functools.cache
+def _tell_once(name: str) -> None:
+    _logger.info("%s with differentiable or capturable runs its own code on whole tensors", name)
 
 
 def _step_members(optimizer: Optimizer, group: Group, members: list[Tensor]) -> list[Tensor]:
@@ -230,8 +222,7 @@ class _Step:
         # In a loop over tensors the ranges come one after the other; a foreach operation would
         # take them all before the next one does.
         at_once = 1 if self._group["foreach"] else len(tensors)
-        stub: Any = type(self._optimizer).__new__(type(self._optimizer))
-        stub.__dict__.update(self._optimizer.__dict__, state=states)
+        stub = copy_of(self._optimizer, state=states)
         step = _code_of_step(type(self._optimizer))
         for first in range(0, len(tensors), at_once):
             stub.param_groups = [{**self._group, "params": tensors[first : first + at_once]}]

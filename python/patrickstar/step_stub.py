@@ -12,7 +12,8 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
-Group = dict[str, Any]
+Group = dict[str, Any]  # of an optimizer's param_groups
+State = dict[str, Any]  # of one parameter, as in optimizer.state
 
 
 class _SteppedGroups(list[Group]):
@@ -26,6 +27,13 @@ class _SteppedGroups(list[Group]):
         return iter(self._to_step())
 
 
+def copy_of(optimizer: Optimizer, **attributes: Any) -> Any:
+    """An optimizer of the same class and attributes, not copied, but for those given."""
+    copy = type(optimizer).__new__(type(optimizer))
+    copy.__dict__.update(optimizer.__dict__, **attributes)
+    return copy
+
+
 def stub_of(optimizer: Optimizer, to_step: Callable[[], Iterable[Group]]) -> Optimizer:
     """An optimizer whose ``step()`` updates the groups that ``to_step`` gives, and no others.
 
@@ -34,7 +42,6 @@ def stub_of(optimizer: Optimizer, to_step: Callable[[], Iterable[Group]]) -> Opt
         to_step: Called when ``step()`` begins with the groups: after hooks and closure. It may
             update parameters itself and give only the rest, or nothing.
     """
-    stub: Optimizer = type(optimizer).__new__(type(optimizer))
-    stub.__dict__.update(optimizer.__dict__)
-    stub.param_groups = _SteppedGroups(optimizer.param_groups, to_step)
+    groups = _SteppedGroups(optimizer.param_groups, to_step)
+    stub: Optimizer = copy_of(optimizer, param_groups=groups)
     return stub

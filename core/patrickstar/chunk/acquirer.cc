@@ -63,11 +63,7 @@ class Acquirer::Waiter {
   bool is_nested() const { return is_nested_; }
   bool may_reserve() const { return is_nested_ || acquirer_.tickets_.front() == ticket_; }
 
-  void Wait(std::unique_lock<std::mutex>& lock) const {
-    ++acquirer_.state_.num_waiting;
-    acquirer_.state_.changed.wait(lock);
-    --acquirer_.state_.num_waiting;
-  }
+  void Wait(std::unique_lock<std::mutex>& lock) const { acquirer_.state_.WaitForChange(lock); }
 
  private:
   Acquirer& acquirer_;
@@ -298,9 +294,7 @@ void Acquirer::WaitForLoads(std::unique_lock<std::mutex>& lock, const Request& r
       return state == PayloadState::kLoading || state == PayloadState::kSaving;
     };
     while (std::any_of(request.set.begin(), request.set.end(), is_moving)) {
-      ++state_.num_waiting;
-      state_.changed.wait(lock);
-      --state_.num_waiting;
+      state_.WaitForChange(lock);
     }
   } catch (...) {
     failure = std::current_exception();
@@ -318,11 +312,8 @@ void Acquirer::KeepOwnSaves(std::span<const ChunkAccess> set) {
 
 void Acquirer::ThrowLoadFailure(std::span<const ChunkAccess> set) {
   for (const ChunkAccess& access : set) {
-    ChunkRecord& record = state_.table[access.chunk];
-    if (record.state != PayloadState::kFailed) continue;
-    const std::exception_ptr failure = std::exchange(record.failure, nullptr);
-    state_.table.Apply(access.chunk, PayloadEvent::kReport);
-    std::rethrow_exception(failure);
+    if (state_.table[access.chunk].state != PayloadState::kFailed) continue;
+    std::rethrow_exception(state_.table.TakeFailure(access.chunk));
   }
 }
 

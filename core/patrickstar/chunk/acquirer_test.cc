@@ -14,6 +14,14 @@ namespace {
 
 class AcquirerTest : public StoreTest {
  protected:
+  // A full budget of dirty pages, each with its index; when one leaves, two are written ahead.
+  std::vector<ChunkId> FillThatTwoAreCleanedAhead() {
+    Open(16, {.write_behind_bytes = 2 * kPage});
+    std::vector<ChunkId> chunks;
+    for (int value = 0; value < 16; ++value) chunks.push_back(NewWith(value));
+    return chunks;
+  }
+
   // `work` fails for want of memory, names the smallest budget that does, works with that
   // one, and does not with a page less.
   void ExpectExactBudget(const std::function<void()>& work) {
@@ -268,9 +276,7 @@ TEST_F(AcquirerTest, KeepsWhatIsBeingSavedWhenItIsWantedAgain) {
 }
 
 TEST_F(AcquirerTest, WritesBackWhatLeavesNextAheadOfNeed) {
-  Open(16, {.write_behind_bytes = 2 * kPage});
-  std::vector<ChunkId> chunks;
-  for (int value = 0; value < 16; ++value) chunks.push_back(NewWith(value));
+  const std::vector<ChunkId> chunks = FillThatTwoAreCleanedAhead();
   Use({New()});
   WaitUntilWritten(3);
   const StoreStats first = store_->stats();
@@ -286,9 +292,7 @@ TEST_F(AcquirerTest, WritesBackWhatLeavesNextAheadOfNeed) {
 }
 
 TEST_F(AcquirerTest, TakesTheRoomOfWhatIsWrittenBackAheadOfNeedWhenThatEnds) {
-  Open(16, {.write_behind_bytes = 2 * kPage});
-  std::vector<ChunkId> chunks;
-  for (int value = 0; value < 16; ++value) chunks.push_back(NewWith(value));
+  const std::vector<ChunkId> chunks = FillThatTwoAreCleanedAhead();
   disk_->Pause();
   auto first = StartAndWaitUntilItWaits([&] { Use({New()}); });
   disk_->WaitForPaused(3);
@@ -303,9 +307,7 @@ TEST_F(AcquirerTest, TakesTheRoomOfWhatIsWrittenBackAheadOfNeedWhenThatEnds) {
 }
 
 TEST_F(AcquirerTest, AFailedWriteBackAheadOfNeedLosesNothing) {
-  Open(16, {.write_behind_bytes = 2 * kPage});
-  std::vector<ChunkId> chunks;
-  for (int value = 0; value < 16; ++value) chunks.push_back(NewWith(value));
+  const std::vector<ChunkId> chunks = FillThatTwoAreCleanedAhead();
   disk_->Pause();
   auto first = StartAndWaitUntilItWaits([&] { Use({New()}); });
   disk_->WaitForPaused(3);

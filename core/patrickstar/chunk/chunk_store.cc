@@ -141,11 +141,8 @@ void ChunkStore::ThrowPendingFailure() {
   std::lock_guard lock(state_.mutex);
   if (state_.is_forked) return;
   for (ChunkId chunk = 0; chunk < state_.table.size(); ++chunk) {
-    ChunkRecord& record = state_.table[chunk];
-    if (record.state != PayloadState::kFailed) continue;
-    const std::exception_ptr failure = std::exchange(record.failure, nullptr);
-    state_.table.Apply(chunk, PayloadEvent::kReport);
-    std::rethrow_exception(failure);
+    if (state_.table[chunk].state != PayloadState::kFailed) continue;
+    std::rethrow_exception(state_.table.TakeFailure(chunk));
   }
 }
 

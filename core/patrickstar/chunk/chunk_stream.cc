@@ -55,7 +55,8 @@ ChunkStream::~ChunkStream() {
 bool ChunkStream::Run(const Work& work) {
   if (!state_.spill || members_.empty()) return false;
   try {
-    if (!ReserveWindows() || !Begin()) return false;
+    ReserveWindows();
+    if (!Begin()) return false;
     AllocateNewSlots();
   } catch (const OutOfMemory&) {
     return false;
@@ -68,7 +69,7 @@ bool ChunkStream::Run(const Work& work) {
   return true;
 }
 
-bool ChunkStream::ReserveWindows() {
+void ChunkStream::ReserveWindows() {
   int64_t element_bytes = 0;  // of one element in every chunk
   int64_t least_size = INT64_MAX;
   int64_t largest_size = 0;
@@ -106,7 +107,6 @@ bool ChunkStream::ReserveWindows() {
       set.data.push_back(payload.slab.data());
     }
   }
-  return true;
 }
 
 // Brings every chunk to the disk and takes it. False when somebody leases one.
@@ -130,12 +130,11 @@ bool ChunkStream::EvictMembers(std::unique_lock<std::mutex>& lock) {
     bool is_moving = false;
     for (const Member& member : members_) {
       const ChunkId chunk = member.streamed.chunk;
-      ChunkRecord& record = state_.table[chunk];
+      const ChunkRecord& record = state_.table[chunk];
       if (record.is_leased() || record.num_claims != 0) return false;
       if (record.state == PayloadState::kNone) continue;
       if (record.state == PayloadState::kFailed) {
-        state_.table.Apply(chunk, PayloadEvent::kReport);
-        std::rethrow_exception(std::exchange(record.failure, nullptr));
+        std::rethrow_exception(state_.table.TakeFailure(chunk));
       }
       if (state_.num_save_failures != save_failures_before) {
         std::rethrow_exception(state_.save_failure);
@@ -145,9 +144,7 @@ bool ChunkStream::EvictMembers(std::unique_lock<std::mutex>& lock) {
     }
     if (!is_moving) return true;
     if (mover_.Flush(lock)) continue;
-    ++state_.num_waiting;
-    state_.changed.wait(lock);
-    --state_.num_waiting;
+    state_.WaitForChange(lock);
   }
 }
 

@@ -63,7 +63,7 @@ class ChunkStream {
     std::exception_ptr failure;  // guarded by mutex_
   };
 
-  bool ReserveWindows();
+  void ReserveWindows();
   bool Begin();
   bool EvictMembers(std::unique_lock<std::mutex>& lock);
   void AllocateNewSlots();

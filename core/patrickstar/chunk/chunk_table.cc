@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "patrickstar/chunk/chunk_table.h"
 
+#include <utility>
+
 #include "patrickstar/base/check.h"
 
 namespace patrickstar {
@@ -38,6 +40,11 @@ void ChunkTable::Apply(ChunkId chunk, PayloadEvent event) {
   PS_CHECK(event != PayloadEvent::kDetach || !record.is_leased(), "chunk ", chunk, " is leased");
   PS_CHECK(event != PayloadEvent::kDrop || !record.is_dirty, "chunk ", chunk, " is dirty");
   record.state = *next;
+}
+
+std::exception_ptr ChunkTable::TakeFailure(ChunkId chunk) {
+  Apply(chunk, PayloadEvent::kReport);
+  return std::exchange((*this)[chunk].failure, nullptr);
 }
 
 }  // namespace patrickstar

@@ -72,6 +72,10 @@ class ChunkTable {
   // REQUIRES: the transition is legal.
   void Apply(ChunkId chunk, PayloadEvent event);
 
+  // The failure of a load, to be thrown by the caller; the next load tries again.
+  // REQUIRES: state kFailed.
+  std::exception_ptr TakeFailure(ChunkId chunk);
+
  private:
   std::vector<std::unique_ptr<ChunkRecord>> records_;  // addresses stay
   std::vector<ChunkId> free_ids_;                      // of removed chunks

@@ -130,12 +130,9 @@ bool PayloadMover::Discard(ChunkId chunk) {
   record.is_dead = false;
   record.is_dirty = false;
   record.content = Content::kUndefined;
-  if (record.state == PayloadState::kFailed) {
-    record.failure = nullptr;
-    state_.table.Apply(chunk, PayloadEvent::kReport);
-  }
+  if (record.state == PayloadState::kFailed) state_.table.TakeFailure(chunk);
   if (record.state == PayloadState::kNone) return true;
-  if (record.state == PayloadState::kAttached) state_.binder.Detach(chunk);
+  Detach(chunk);
   ThrowAway(chunk, PayloadEvent::kDiscard);
   return true;
 }

@@ -65,6 +65,13 @@ struct StoreState {
         pool(store_options.host_bytes),
         queue(store_options.max_transfers_in_flight) {}
 
+  // Waits for `changed`, counted as a waiting caller.
+  void WaitForChange(std::unique_lock<std::mutex>& lock) {
+    ++num_waiting;
+    changed.wait(lock);
+    --num_waiting;
+  }
+
   const StoreOptions options;
   Binder& binder;
   Clock& clock;
