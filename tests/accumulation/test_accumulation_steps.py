@@ -60,6 +60,15 @@ def by_setting(recorder: helpers.Recorder, make: Callable[[Any], Optimizer]) -> 
         recorder.note(f"{call}", model)
 
 
+def twin(loop: Callable[..., None], **options: Any) -> None:
+    """Compares a loop under the settings with the same loop that does their work by hand."""
+    helpers.twin(
+        lambda recorder: loop(recorder, is_by_hand=False),
+        by_hand=lambda recorder: loop(recorder, is_by_hand=True),
+        **options,
+    )
+
+
 @pytest.mark.parametrize("percent", BUDGETS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_accumulated_and_clipped(optimizer, percent):
@@ -98,9 +107,8 @@ def test_zero_grad_of_either_before_backward(owner, set_to_none):
             if not is_by_hand or call % K == K - 1:
                 optimizer.step()
 
-    helpers.twin(
-        lambda recorder: loop(recorder, is_by_hand=False),
-        by_hand=lambda recorder: loop(recorder, is_by_hand=True),
+    twin(
+        loop,
         gradient_accumulation_steps=K,
     )
 
@@ -131,9 +139,8 @@ def test_several_optimizers_and_a_module_that_spans_them():
                 model.zero_grad()
             recorder.note(f"{call}", model)
 
-    helpers.twin(
-        lambda recorder: loop(recorder, is_by_hand=False),
-        by_hand=lambda recorder: loop(recorder, is_by_hand=True),
+    twin(
+        loop,
         gradient_accumulation_steps=K,
         gradient_clipping=NORM,
     )
@@ -164,9 +171,8 @@ def test_closures_run_at_every_call():
             recorder.note(f"{call} loss", loss)
             recorder.note(f"{call}", model)
 
-    helpers.twin(
-        lambda recorder: loop(recorder, is_by_hand=False),
-        by_hand=lambda recorder: loop(recorder, is_by_hand=True),
+    twin(
+        loop,
         gradient_accumulation_steps=K,
         gradient_clipping=NORM,
     )
@@ -197,9 +203,8 @@ def test_hooks_on_the_optimizer_run_when_it_steps():
                 handle.remove()
             recorder.note(f"{call}", [model, " ".join(calls)])
 
-    helpers.twin(
-        lambda recorder: loop(recorder, is_by_hand=False),
-        by_hand=lambda recorder: loop(recorder, is_by_hand=True),
+    twin(
+        loop,
         gradient_accumulation_steps=K,
         gradient_clipping=NORM,
     )
@@ -351,9 +356,8 @@ def test_lbfgs_is_clipped_at_each_evaluation():
             recorder.note(f"{step} loss", optimizer.step(closure))
             recorder.note(f"{step}", model)
 
-    helpers.twin(
-        lambda recorder: loop(recorder, is_by_hand=False),
-        by_hand=lambda recorder: loop(recorder, is_by_hand=True),
+    twin(
+        loop,
         must_evict=False,
         gradient_clipping=NORM,
     )
