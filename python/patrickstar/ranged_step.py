@@ -75,8 +75,13 @@ def step_in_ranges(optimizer: Optimizer, *, is_fused: bool = False) -> Iterator[
             yield own_group
             continue
         _make_state(optimizer, group)
-        is_refused = (group.get("fused") or group["foreach"]) and not is_fusable
-        if is_refused or _is_entangled(group) or _is_partly_begun(optimizer, group):
+        is_refused = group.get("fused") and not is_fusable
+        if (
+            is_refused
+            or _is_decay_refused(group)
+            or _is_entangled(group)
+            or _is_partly_begun(optimizer, group)
+        ):
             yield group
             continue
         left: list[Tensor] = []
@@ -91,9 +96,16 @@ def _is_native(group: Group) -> bool:
 
 
 def _is_never_fused(parameter: Tensor) -> bool:
-    """Whether torch's fused forms, and some foreach ones, refuse it before any update."""
+    """Whether torch's fused forms refuse it, with all of its group and before any update."""
     gradient = parameter.grad
     return gradient is not None and (gradient.layout != torch.strided or parameter.is_complex())
+
+
+def _is_decay_refused(group: Group) -> bool:
+    """Whether a foreach form is to decay sparse gradients: it raises, with nothing changed yet."""
+    return bool(group["foreach"] and group["weight_decay"]) and any(
+        p.grad is not None and p.grad.layout != torch.strided for p in group["params"]
+    )
 
 
 def _is_entangled(group: Group) -> bool:
